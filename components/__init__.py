@@ -1,0 +1,1 @@
+"""What runs inside pods: one command per stage, and the frames that the stages join."""

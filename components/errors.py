@@ -1,0 +1,49 @@
+"""The one exception family. Each class is an exit code of sysexits(3), and a retry policy with it.
+
+A message names what failed, where, what was expected and found, and the next thing to try:
+
+>>> str(BadData("weights v3: no tensor 'lm_head.weight'", where="runs/a/weights/v00000003", hint="republish v3"))
+"weights v3: no tensor 'lm_head.weight' [runs/a/weights/v00000003]; republish v3"
+"""
+
+from __future__ import annotations
+
+
+class ColchisError(Exception):
+    """Base of every error that Colchis raises on purpose. `exit_code` is what the process ends with."""
+
+    exit_code = 70
+
+    def __init__(self, what: str, *, where: str | None = None, hint: str | None = None) -> None:
+        self.what, self.where, self.hint = what, where, hint
+        super().__init__(what + (f" [{where}]" if where else "") + (f"; {hint}" if hint else ""))
+
+
+class BadConfig(ColchisError):
+    """The configuration (of the run, the store or the environment) cannot work as it is (EX_CONFIG)."""
+
+    exit_code = 78
+
+
+class BadData(ColchisError):
+    """An object is missing, corrupt or contradicts another: a refusal, never worth a retry (EX_DATAERR)."""
+
+    exit_code = 65
+
+
+class PeerUnavailable(ColchisError):
+    """A peer (store, engine, agent) did not answer before its deadline (EX_UNAVAILABLE)."""
+
+    exit_code = 69
+
+
+class Temporary(ColchisError):
+    """Failed, but the same command may work in a moment: the retry policy runs it again (EX_TEMPFAIL)."""
+
+    exit_code = 75
+
+
+class Bug(ColchisError):
+    """An invariant of Colchis itself does not hold (EX_SOFTWARE)."""
+
+    exit_code = 70

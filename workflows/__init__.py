@@ -1,0 +1,1 @@
+"""The DAGs and what launches them. Never imported in a pod."""

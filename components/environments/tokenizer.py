@@ -1,0 +1,85 @@
+"""Text to token ids and back with a model's own tokenizer.json, without torch and transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+
+from colchis.components.environments.interface import Environment
+from colchis.components.errors import BadConfig, BadData
+from colchis.components.records.rows import Rows
+
+
+class Tokenizer:
+    """A prompt begins a sequence and gets the tokenizer's special tokens; a message continues one and gets none."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        # truncation or padding saved in the file would cut prompts or fill them up without a word
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Tokenizer:
+        """From `folder/tokenizer.json`. BadConfig when there is none or it cannot be read."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise BadConfig(
+                "the model has no tokenizer.json", where=str(path), hint="save it with a fast tokenizer of transformers"
+            )
+        try:
+            return cls(tokenizers.Tokenizer.from_file(str(path)))
+        except Exception as e:  # the library raises bare Exception
+            raise BadConfig(f"not a tokenizer ({' '.join(str(e).split())[:200]})", where=str(path)) from None
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of token ids, special ones included."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=True).ids)
+
+    def encode_message(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text without special tokens."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def lost_character(self, text: str) -> str | None:
+        """The first character that no token of `text` stands for: a tokenizer without an unknown token drops it."""
+        covered = bytearray(len(text))
+        for start, end in self._tokenizer.encode(text, add_special_tokens=False).offsets:
+            covered[start:end] = b"\x01" * (end - start)
+        return next((c for c, kept in zip(text, covered, strict=True) if not kept and not c.isspace()), None)
+
+
+def check_prompts(
+    environment: Environment, rows: Rows, tokenizer: Tokenizer, *, vocabulary_size: int, longest_tokens: int
+) -> None:
+    """BadData unless every row's prompt becomes at least one and at most `longest_tokens` token ids, all below the
+    model's `vocabulary_size` (an engine dies of a larger one), and no character is lost on the way."""
+    for row in rows.rows:
+        prompt = environment.start(row, 0).prompt()
+        if isinstance(prompt, str):
+            lost = tokenizer.lost_character(prompt)
+            if lost is not None:
+                raise BadData(
+                    f"row {row.index}: the model's tokenizer has no token for {lost!r} in prompt {prompt[:60]!r}",
+                    hint="use prompts that the model can read",
+                )
+            ids = tokenizer.encode_prompt(prompt)
+        else:
+            ids = list(prompt)
+        if not ids:
+            raise BadData(f"row {row.index}: prompt {row.prompt[:60]!r} has no tokens")
+        if len(ids) > longest_tokens:
+            raise BadData(
+                f"row {row.index}: the prompt has {len(ids)} tokens, at most {longest_tokens} leave room for the turns",
+                hint="shorten the prompts, or raise trainer.micro_batch_tokens or the model's context",
+            )
+        if max(ids) >= vocabulary_size or min(ids) < 0:
+            raise BadData(f"row {row.index}: token id {max(ids)} is outside the vocabulary of {vocabulary_size}")

@@ -1,0 +1,123 @@
+"""Starts an embedded engine: `python -m colchis.components.engine --port 30001 --model-path DIR`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Literal
+
+import click
+import torch
+import uvicorn
+
+from colchis.components.engine.server import Engine, build_app
+from colchis.components.engine.settings import EngineSettings
+from colchis.components.errors import BadConfig, Bug, ColchisError
+
+EXAMPLE = """
+\b
+Example:
+  python -m colchis.components.engine --port 30001 --deterministic &
+  curl -s 127.0.0.1:30001/update_weights_from_disk -H 'content-type: application/json' \\
+       -d '{"model_path": "/models/tiny", "weight_version": "0"}'
+  curl -s 127.0.0.1:30001/generate \\
+       -d '{"input_ids": [1, 2, 3], "return_logprob": true, "sampling_params": {"max_new_tokens": 5}}'
+"""
+
+
+class EngineServer(uvicorn.Server):
+    """uvicorn that ends what is in flight when it is told to stop, instead of waiting for long answers."""
+
+    def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
+        super().__init__(config)
+        self.engine = engine
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        def finish() -> None:
+            self.engine.scheduler.abort_all("the engine is shutting down")
+
+        self.engine.scheduler.post(finish)
+        super().handle_exit(sig, frame)
+
+
+def serve(settings: EngineSettings) -> None:
+    """Serves until SIGTERM or SIGINT. Raises BadData when `model_path` is no good, Bug when the scheduler crashed."""
+    torch.set_num_threads(settings.threads)
+    server: EngineServer
+
+    def on_crash() -> None:
+        server.should_exit = True
+
+    engine = Engine(settings, on_crash)
+    config = uvicorn.Config(
+        build_app(engine),
+        host=settings.host,
+        port=settings.port,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=5,
+        backlog=4096,
+    )
+    server = EngineServer(config, engine)
+    server.run()
+    if engine.crashed:
+        raise Bug("the scheduler ended on an error of its own, see the log above")
+
+
+@click.command(epilog=EXAMPLE)
+@click.option("--host", default="127.0.0.1", show_default=True)
+@click.option("--port", type=click.IntRange(1, 65535), required=True)
+@click.option("--model-path", type=click.Path(path_type=Path), help="Model directory (config.json, *.safetensors).")
+@click.option("--weight-version", default="none", show_default=True, help="Label of the weights at start.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
+@click.option("--deterministic", is_flag=True, help="A sample's bits depend on weights, prompt, params and seed only.")
+@click.option("--max-running-requests", type=click.IntRange(1, 4096), default=64, show_default=True)
+@click.option("--max-total-tokens", type=click.IntRange(64), default=65536, show_default=True, help="Cache positions.")
+@click.option("--context-length", type=click.IntRange(2), help="Lower the model's own context limit.")
+@click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="Threads of one product.")
+@click.option("--api-key-env", help="Name of the environment variable that holds the bearer token to ask for.")
+def main(
+    host: str,
+    port: int,
+    model_path: Path | None,
+    weight_version: str,
+    dtype: Literal["float32", "bfloat16"],
+    deterministic: bool,
+    max_running_requests: int,
+    max_total_tokens: int,
+    context_length: int | None,
+    threads: int,
+    api_key_env: str | None,
+) -> None:
+    """Embedded rollout engine: SGLang's HTTP routes for Llama, Qwen2 and Qwen3 on a CPU."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    try:
+        api_key = None
+        if api_key_env is not None:
+            api_key = os.environ.get(api_key_env)
+            if not api_key:
+                raise BadConfig(f"--api-key-env names {api_key_env}, which is not set or empty")
+        settings = EngineSettings(
+            host=host,
+            port=port,
+            model_path=model_path,
+            weight_version=weight_version,
+            dtype=dtype,
+            deterministic=deterministic,
+            max_running_requests=max_running_requests,
+            max_total_tokens=max_total_tokens,
+            context_length=context_length,
+            threads=threads,
+            api_key=api_key,
+        )
+        serve(settings)
+    except ColchisError as error:
+        click.echo(f"engine: {error}", err=True)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

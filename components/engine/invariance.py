@@ -1,0 +1,57 @@
+"""Deterministic mode: finds the row padding under which a row's bits don't depend on the rows beside it.
+
+A CPU matrix product picks its kernel by the number of rows; within one kernel each row is summed in the same order.
+So it is enough to pad row counts until one kernel serves all: which multiple that takes depends on the CPU, the BLAS
+and the shapes, and is measured here on the weights that will serve.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from colchis.components.engine.settings import EngineSettings
+from colchis.components.engine.weights import StaticWeights
+from colchis.components.errors import BadConfig
+
+QUANTA = (16, 32, 64, 128)
+MULTIPLES = (1, 2, 3, 4, 6, 8)
+
+
+def _invariant(weight: torch.Tensor, quantum: int) -> bool:
+    """Whether one row times `weight` [out, in] gives the same bits at several places of several row counts."""
+    generator = torch.Generator().manual_seed(quantum)
+    row = torch.randn(weight.shape[1], generator=generator).to(weight.dtype)
+    reference: torch.Tensor | None = None
+    for multiple in MULTIPLES:
+        count = quantum * multiple
+        for place in (0, count // 2 + 1, count - 1):
+            rows = torch.randn(count, weight.shape[1], generator=generator).to(weight.dtype)
+            rows[place] = row
+            plain = F.linear(rows, weight)[place]
+            # The products that add a residual use another entry point of the BLAS.
+            added = torch.addmm(torch.zeros(count, weight.shape[0], dtype=weight.dtype), rows, weight.t())[place]
+            both = torch.stack((plain, added))
+            if reference is None:
+                reference = both
+            elif not torch.equal(reference, both):
+                return False
+    return True
+
+
+def find_quantum(weights: StaticWeights, settings: EngineSettings) -> int:
+    """The smallest padding that makes every product of the model row-invariant on this machine.
+
+    Raises BadConfig when none does: then deterministic mode cannot keep its promise here.
+    """
+    layer = weights.layers[0]
+    products = [layer.qkv.weight, layer.o.weight, layer.gate_up.weight, layer.down.weight, weights.head]
+    with torch.inference_mode():
+        for quantum in QUANTA:
+            if all(_invariant(weight, quantum) for weight in products):
+                return quantum
+    raise BadConfig(
+        f"--deterministic: on this CPU no row padding up to {QUANTA[-1]} makes {settings.dtype} products independent "
+        "of batch companions",
+        hint="use --dtype float32, or --max-running-requests 1",
+    )

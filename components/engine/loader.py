@@ -1,0 +1,78 @@
+"""From a model directory to something that can serve, built completely beside what serves now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from colchis.components.engine.architecture import Architecture
+from colchis.components.engine.checkpoint import read_checkpoint
+from colchis.components.engine.decoder import Decoder, StaticDecoder
+from colchis.components.engine.fallback import TransformersDecoder, load_transformers
+from colchis.components.engine.invariance import find_quantum
+from colchis.components.engine.settings import EngineSettings
+from colchis.components.engine.text import Text
+from colchis.components.engine.weights import fuse
+
+
+@dataclass(frozen=True)
+class Serving:
+    """The model that serves, and what belongs to it. `decoder` outlives updates; `swap` puts this model's weights in."""
+
+    folder: Path
+    config: dict[str, Any]
+    architecture: Architecture
+    eos_token_ids: frozenset[int]
+    tokenizer: Tokenizer | None
+    decoder: Decoder
+    swap: Callable[[], None]
+
+
+def load(folder: Path, settings: EngineSettings, current: Serving | None, text: Text) -> Serving:
+    """Reads and checks `folder`. Nothing of `current` changes until the scheduler installs the result.
+
+    Raises BadData for every kind of bad checkpoint (checkpoint.py), including another architecture than `current`'s.
+    """
+    dtype: torch.dtype = getattr(torch, settings.dtype)
+    checkpoint = read_checkpoint(
+        folder, dtype, current.architecture if current else None, current.config if current else None
+    )
+    tokenizer = text.load(folder)
+    if tokenizer is None and current is not None:
+        tokenizer = current.tokenizer
+    decoder: Decoder
+    if checkpoint.architecture.static:
+        weights = fuse(checkpoint.architecture, checkpoint.tensors)
+        if current is not None and isinstance(current.decoder, StaticDecoder):
+            decoder = current.decoder
+        else:
+            decoder = StaticDecoder(weights, find_quantum(weights, settings) if settings.deterministic else 1)
+        served = decoder
+
+        def swap() -> None:
+            served.weights = weights
+    else:
+        model = load_transformers(checkpoint, dtype)
+        if current is not None and isinstance(current.decoder, TransformersDecoder):
+            decoder = current.decoder
+        else:
+            decoder = TransformersDecoder(model, checkpoint.architecture)
+        served_model = decoder
+
+        def swap() -> None:
+            served_model.model = model
+
+    return Serving(
+        folder,
+        checkpoint.config,
+        checkpoint.architecture,
+        checkpoint.eos_token_ids,
+        tokenizer,
+        decoder,
+        swap,
+    )

@@ -1,0 +1,1 @@
+"""Runs the rendered Argo manifests on one machine: an interpreter, and the processes that it starts."""

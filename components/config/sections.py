@@ -147,6 +147,10 @@ class RolloutConfig(Section):
     request_timeout_s: float = Field(120.0, gt=0)
     """Longest wait for one answer before another engine is tried."""
 
+    environment_timeout_s: float = identity(60.0, gt=0)
+    """Longest wait for the environment (its tools included) to answer one model turn. Past it the episode ends without
+    a score."""
+
     deadline_s: float = Field(1800.0, gt=0)
     """Longest time for one rollout shard."""
 

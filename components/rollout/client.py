@@ -1,0 +1,149 @@
+"""One request to an engine's /generate, and the checks that an answer must pass before a token of it is kept.
+
+An engine may answer 200 and be wrong: with an aborted request, under another weight version, with log-probabilities
+that are not numbers or belong to other tokens. Such samples come back as a `Refusal` and are never trained on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import httpx
+import numpy as np
+
+from colchis.components.errors import BadConfig, BadData
+from colchis.components.records.trajectories import LOGPROB_SLACK
+from colchis.components.rollout.engines import Engine
+
+
+class Fault(StrEnum):
+    """Why an answer, or one sample of it, was not taken. Each is counted."""
+
+    TIMEOUT = "timeout"
+    CONNECTION = "connection"
+    HTTP = "http"
+    ABORTED = "aborted"
+    WRONG_VERSION = "wrong_version"
+    MALFORMED = "malformed"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A sample that must be asked for again."""
+
+    fault: Fault
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One accepted model turn. `token_ids` and `logprobs` have equal length, at least 1."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+    """`stop` or `length`."""
+    stop_text: str | None
+    """The stop text that ended it, when one did."""
+    cached_tokens: int
+
+
+async def generate(
+    client: httpx.AsyncClient,
+    engine: Engine,
+    inputs: Sequence[Sequence[int]],
+    parameters: Sequence[dict[str, Any]],
+    *,
+    version: int,
+    timeout_s: float,
+) -> list[Completion | Refusal]:
+    """One batched request: `inputs[i]` sampled with `parameters[i]`. Never raises for what another engine may do
+    better. BadData when the engine calls the request itself bad, BadConfig when it wants a key."""
+    body = {
+        "input_ids": [list(ids) for ids in inputs],
+        "sampling_params": list(parameters),
+        "return_logprob": True,
+        "logprob_start_len": -1,
+    }
+    try:
+        async with asyncio.timeout(timeout_s):  # httpx bounds each read, not the whole answer
+            answer = await client.post(f"{engine.url}/generate", json=body, timeout=timeout_s)
+    except (TimeoutError, httpx.TimeoutException):
+        return _all(inputs, Fault.TIMEOUT, f"no answer within {timeout_s:g} s")
+    except httpx.HTTPError as e:
+        return _all(inputs, Fault.CONNECTION, f"{type(e).__name__} {e}".strip())
+    if answer.status_code == 400:
+        raise BadData(f"the engine refuses a request of version {version}: {_message(answer)}", where=engine.url)
+    if answer.status_code in (401, 403):
+        raise BadConfig(f"the engine wants a key (HTTP {answer.status_code})", where=engine.url)
+    if answer.status_code != 200:
+        return _all(inputs, Fault.HTTP, f"HTTP {answer.status_code}: {_message(answer)}")
+    try:
+        items = answer.json()
+    except ValueError:
+        return _all(inputs, Fault.MALFORMED, "the answer is not JSON")
+    if not isinstance(items, list) or len(items) != len(inputs):
+        return _all(inputs, Fault.MALFORMED, f"expected a list of {len(inputs)} samples")
+    return [_checked(item, version, int(p["max_new_tokens"])) for item, p in zip(items, parameters, strict=True)]
+
+
+def _all(inputs: Sequence[Sequence[int]], fault: Fault, detail: str) -> list[Completion | Refusal]:
+    return [Refusal(fault, detail)] * len(inputs)
+
+
+def _message(answer: httpx.Response) -> str:
+    try:
+        body = answer.json()
+        error = body.get("error", body) if isinstance(body, dict) else body
+        text = error.get("message", error) if isinstance(error, dict) else error
+    except ValueError:
+        text = answer.text
+    return " ".join(str(text).split())[:300]
+
+
+def _checked(item: Any, version: int, max_new_tokens: int) -> Completion | Refusal:
+    try:
+        return _parse(item, version, max_new_tokens)
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as e:
+        return Refusal(Fault.MALFORMED, f"unexpected answer ({type(e).__name__}: {e})")
+
+
+def _parse(item: Any, version: int, max_new_tokens: int) -> Completion | Refusal:
+    meta = item["meta_info"]
+    finish = meta["finish_reason"]
+    kind = str(finish["type"])
+    if kind == "abort":
+        return Refusal(Fault.ABORTED, f"aborted: {finish.get('message', '')}")
+    ids = [int(i) for i in item["output_ids"]]
+    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(ids)}]
+    labels = [str(span["version"]) for span in spans] + [str(meta["weight_version"])]
+    other = next((label for label in labels if label != str(version)), None)
+    if other is not None:
+        return Refusal(Fault.WRONG_VERSION, f"expected version {version}, found {other}")
+    bounds = [(int(span["start"]), int(span["end"])) for span in spans]
+    if bounds[0][0] != 0 or bounds[-1][1] != len(ids) or any(a[1] != b[0] for a, b in itertools.pairwise(bounds)):
+        return Refusal(Fault.MALFORMED, f"weight_versions {bounds} do not cover {len(ids)} tokens")
+    if kind not in ("stop", "length"):
+        return Refusal(Fault.MALFORMED, f"unknown finish_reason '{kind}'")
+    if not 1 <= len(ids) <= max_new_tokens:
+        return Refusal(Fault.MALFORMED, f"{len(ids)} output tokens, expected 1 to {max_new_tokens}")
+    entries = meta["output_token_logprobs"]
+    if [int(entry[1]) for entry in entries] != ids:
+        return Refusal(Fault.MALFORMED, "output_token_logprobs are of other tokens than output_ids")
+    logprobs = tuple(float(np.float32(entry[0])) for entry in entries)
+    if not all(math.isfinite(p) and p <= LOGPROB_SLACK for p in logprobs):
+        return Refusal(Fault.MALFORMED, "a log-probability is not finite or above 0")
+    matched = finish.get("matched")
+    return Completion(
+        token_ids=tuple(ids),
+        logprobs=logprobs,
+        finish_reason=kind,
+        stop_text=matched if isinstance(matched, str) else None,
+        cached_tokens=int(meta.get("cached_tokens") or 0),
+    )

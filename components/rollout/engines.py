@@ -1,0 +1,201 @@
+"""Which engines there are, which of them serve a version, and which one takes the next request."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit, urlunsplit
+
+import httpx
+
+from colchis.components.errors import BadConfig
+
+STATUS_TIMEOUT_S = 5.0
+FRESH_S = 5.0
+"""A status is asked again after this, or at once when an engine failed."""
+SUSPECT_S = 10.0
+"""How long an engine that failed comes last in the choice."""
+LOOPBACK = ("127.0.0.1", "localhost", "::1", "0.0.0.0")
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One engine: `id` is what trajectories record."""
+
+    id: str
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """What an engine's agent (or the engine itself) says of it."""
+
+    engine: Engine
+    version: int | None
+    ready: bool
+    problem: str = ""
+
+    def __str__(self) -> str:
+        state = self.problem or f"version {self.version}, {'ready' if self.ready else 'not ready'}"
+        return f"{self.engine.id}: {state}"
+
+
+class Engines:
+    """A pool of engines, asked through their agents; or engines at known addresses, asked themselves."""
+
+    def __init__(self, agents: Sequence[str] = (), *, urls: Sequence[str] = (), token: str = "") -> None:
+        if bool(agents) == bool(urls):
+            raise BadConfig("a pool of engines is a list of agents or a list of engine addresses, exactly one of them")
+        self.agents = [a.strip().rstrip("/") for a in agents]
+        self.urls = [u.strip().rstrip("/") for u in urls]
+        for address in (*self.agents, *self.urls):
+            parts = urlsplit(address)
+            try:
+                usable = parts.scheme in ("http", "https", "dns") and bool(parts.hostname) and parts.port != 0
+            except ValueError:
+                usable = False
+            if not usable or (parts.scheme == "dns" and parts.port is None):
+                raise BadConfig(f"engine address '{address}': expected http://HOST:PORT or dns://NAME:PORT")
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+
+    @classmethod
+    def from_environment(cls) -> Engines:
+        """From COLCHIS_ENGINES (agents, comma-separated, each http://HOST:PORT or dns://NAME:PORT) and
+        COLCHIS_AGENT_TOKEN."""
+        agents = [a for a in os.environ.get("COLCHIS_ENGINES", "").split(",") if a.strip()]
+        if not agents:
+            raise BadConfig("COLCHIS_ENGINES is not set: it names the engines' agents, e.g. dns://pool-agents:9000")
+        return cls(agents, token=os.environ.get("COLCHIS_AGENT_TOKEN", ""))
+
+    @classmethod
+    def at(cls, urls: Sequence[str]) -> Engines:
+        """Engines without agents; an engine is ready for the version that its /model_info names."""
+        return cls(urls=urls)
+
+    async def statuses(self, client: httpx.AsyncClient) -> list[EngineStatus]:
+        """All engines, the unreachable ones included. BadConfig when an agent refuses the token."""
+        if self.urls:
+            return list(await asyncio.gather(*(_ask_engine(client, url) for url in self.urls)))
+        resolved = await asyncio.gather(*(_resolve(agent) for agent in self.agents))
+        addresses = list(dict.fromkeys(a for found in resolved for a in found))
+        found = await asyncio.gather(*(_ask_agent(client, a, self._headers) for a in addresses))
+        missing = [
+            EngineStatus(Engine(agent, agent), None, False, "name has no address")
+            for agent, addresses_ in zip(self.agents, resolved, strict=True)
+            if not addresses_
+        ]
+        return [*found, *missing]
+
+
+async def _resolve(agent: str) -> list[str]:
+    """`dns://NAME:PORT` as one address per record, so that agents may come and go; others as they are."""
+    parts = urlsplit(agent)
+    if parts.scheme != "dns":
+        return [agent]
+    try:
+        async with asyncio.timeout(STATUS_TIMEOUT_S):
+            records = await asyncio.get_running_loop().getaddrinfo(parts.hostname, parts.port)
+    except (OSError, TimeoutError):
+        return []
+    hosts = sorted({str(record[4][0]) for record in records})
+    return [f"http://[{h}]:{parts.port}" if ":" in h else f"http://{h}:{parts.port}" for h in hosts]
+
+
+async def _ask_agent(client: httpx.AsyncClient, agent: str, headers: dict[str, str]) -> EngineStatus:
+    unknown = Engine(agent, agent)
+    try:
+        answer = await client.get(f"{agent}/status", headers=headers, timeout=STATUS_TIMEOUT_S)
+        if answer.status_code in (401, 403):
+            raise BadConfig("the agent refuses our token", where=agent, hint="set COLCHIS_AGENT_TOKEN to the pool's")
+        answer.raise_for_status()
+        body = answer.json()
+        engine = Engine(str(body["engine_id"]), _reachable(str(body["engine_url"]), agent))
+        version = body["version"]
+        return EngineStatus(engine, None if version is None else int(version), bool(body["ready"]))
+    except httpx.HTTPError as e:
+        return EngineStatus(unknown, None, False, f"agent: {type(e).__name__} {e}".strip())
+    except (KeyError, TypeError, ValueError) as e:
+        return EngineStatus(unknown, None, False, f"agent: unexpected status ({type(e).__name__} {e})")
+
+
+def _reachable(engine_url: str, agent: str) -> str:
+    """An agent beside its engine may know it by a loopback address; from another pod it is at the agent's host."""
+    engine, agent_host = urlsplit(engine_url.rstrip("/")), urlsplit(agent).hostname or ""
+    if engine.hostname not in LOOPBACK or agent_host in LOOPBACK:
+        return engine_url.rstrip("/")
+    host = f"[{agent_host}]" if ":" in agent_host else agent_host
+    return urlunsplit(engine._replace(netloc=f"{host}:{engine.port}" if engine.port else host))
+
+
+async def _ask_engine(client: httpx.AsyncClient, url: str) -> EngineStatus:
+    engine = Engine(url, url)
+    try:
+        answer = await client.get(f"{url}/model_info", timeout=STATUS_TIMEOUT_S)
+        answer.raise_for_status()
+        label = str(answer.json().get("weight_version"))
+    except httpx.HTTPError as e:
+        return EngineStatus(engine, None, False, f"{type(e).__name__} {e}".strip())
+    except (AttributeError, ValueError) as e:
+        return EngineStatus(engine, None, False, f"unexpected /model_info ({e})")
+    version = int(label) if label.isdecimal() else None
+    return EngineStatus(engine, version, version is not None)
+
+
+class Balance:
+    """Hands out the least-loaded engine that is ready at `version`."""
+
+    def __init__(self, engines: Engines, client: httpx.AsyncClient, version: int) -> None:
+        self.engines, self.client, self.version = engines, client, version
+        self.last: list[EngineStatus] = []
+        self._load: Counter[str] = Counter()
+        self._suspect_until: dict[str, float] = {}
+        self._asked_at = float("-inf")
+        self._asking = asyncio.Lock()
+
+    async def take(self, samples: int, *, prefer: str | None, avoid: set[str]) -> Engine:
+        """Wait for an engine and count `samples` on it. `prefer`: whose cache holds the earlier turns. `avoid`: those
+        that failed this very request; taken again only when there is no other. Ends only with the caller's deadline."""
+        wait_s = 0.1
+        while True:
+            await self._ask_again_if_old()
+            ready = [s.engine for s in self.last if s.ready and s.version == self.version]
+            if ready:
+                now = time.monotonic()
+                engine = min(
+                    ready,
+                    key=lambda e: (
+                        e.id in avoid,
+                        self._suspect_until.get(e.id, 0.0) > now,
+                        e.id != prefer,
+                        self._load[e.id],
+                        e.id,
+                    ),
+                )
+                self._load[engine.id] += samples
+                return engine
+            # nobody announces an engine's return, so it is asked for, ever more slowly
+            await asyncio.sleep(random.uniform(0.5, 1.0) * wait_s)
+            wait_s = min(2 * wait_s, FRESH_S)
+            self._asked_at = float("-inf")
+
+    def give_back(self, engine: Engine, samples: int, *, failed: bool) -> None:
+        self._load[engine.id] -= samples
+        if failed:
+            self._suspect_until[engine.id] = time.monotonic() + SUSPECT_S
+            self._asked_at = float("-inf")
+        else:
+            self._suspect_until.pop(engine.id, None)
+
+    async def _ask_again_if_old(self) -> None:
+        async with self._asking:
+            if time.monotonic() - self._asked_at > FRESH_S:
+                self.last = await self.engines.statuses(self.client)
+                self._asked_at = time.monotonic()
+
+    def describe(self) -> str:
+        return "; ".join(str(s) for s in self.last) or "no engine known"

@@ -228,14 +228,16 @@ class _Checker:
             template,
             path,
             {
-                **{
-                    "inputs": self.inputs,
-                    "outputs": self.outputs,
-                    "retryStrategy": self.retry,
-                    "volumes": self.volumes,
-                },
-                **{"container": self.container, "containerSet": self.container_set, "dag": self.dag},
-                **{"steps": self.steps, "resource": self.resource, "podSpecPatch": self.pod_patch},
+                "inputs": self.inputs,
+                "outputs": self.outputs,
+                "retryStrategy": self.retry,
+                "volumes": self.volumes,
+                "container": self.container,
+                "containerSet": self.container_set,
+                "dag": self.dag,
+                "steps": self.steps,
+                "resource": self.resource,
+                "podSpecPatch": self.pod_patch,
             },
         )
 

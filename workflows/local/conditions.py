@@ -172,8 +172,11 @@ class _Condition:
                 raise self.failed(f"Unable to compile regexp pattern '{right}': {error}") from error
         if isinstance(left, str) and isinstance(right, str):
             text: dict[str, Callable[[str, str], Value]] = {
-                **{"+": lambda a, b: a + b, "<": lambda a, b: a < b, "<=": lambda a, b: a <= b},
-                **{">": lambda a, b: a > b, ">=": lambda a, b: a >= b},
+                "+": lambda a, b: a + b,
+                "<": lambda a, b: a < b,
+                "<=": lambda a, b: a <= b,
+                ">": lambda a, b: a > b,
+                ">=": lambda a, b: a >= b,
             }
             if operator in text:
                 return text[operator](left, right)
@@ -182,8 +185,14 @@ class _Condition:
         if not (type(left) is float and type(right) is float):
             raise self.failed(f"Value '{left}' and '{right}' cannot be used with the operator '{operator}'")
         numbers: dict[str, Callable[[float, float], Value]] = {
-            **{"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b},
-            **{"/": lambda a, b: a / b if b else float("inf"), "%": lambda a, b: a % b if b else float("nan")},
-            **{"<": lambda a, b: a < b, "<=": lambda a, b: a <= b, ">": lambda a, b: a > b, ">=": lambda a, b: a >= b},
+            "+": lambda a, b: a + b,
+            "-": lambda a, b: a - b,
+            "*": lambda a, b: a * b,
+            "/": lambda a, b: a / b if b else float("inf"),
+            "%": lambda a, b: a % b if b else float("nan"),
+            "<": lambda a, b: a < b,
+            "<=": lambda a, b: a <= b,
+            ">": lambda a, b: a > b,
+            ">=": lambda a, b: a >= b,
         }
         return numbers[operator](left, right)

@@ -238,9 +238,12 @@ class _Dag:
             node, items = self.nodes[need], self.items[need] if is_loop(self.tasks[need]) else []
             phases = [item.phase for item in items]
             results = {
-                **{"Succeeded": node.phase is Phase.SUCCEEDED, "Failed": node.phase is Phase.FAILED},
-                **{"Errored": node.phase is Phase.ERROR, "Skipped": node.phase is Phase.SKIPPED},
-                **{"Omitted": node.phase is Phase.OMITTED, "Daemoned": False},
+                "Succeeded": node.phase is Phase.SUCCEEDED,
+                "Failed": node.phase is Phase.FAILED,
+                "Errored": node.phase is Phase.ERROR,
+                "Skipped": node.phase is Phase.SKIPPED,
+                "Omitted": node.phase is Phase.OMITTED,
+                "Daemoned": False,
                 "AnySucceeded": Phase.SUCCEEDED in phases,
                 "AllFailed": bool(phases) and set(phases) == {Phase.FAILED},
             }

@@ -131,16 +131,29 @@ class ListOf:
 Tree = Constant | Name | Member | Call | Unary | Binary | Conditional | ListOf
 
 _BINARY = {
-    **{"or": 10, "||": 10, "and": 15, "&&": 15},
+    "or": 10,
+    "||": 10,
+    "and": 15,
+    "&&": 15,
     **dict.fromkeys(["==", "!=", "<", ">", "<=", ">=", "in", "not in", "contains", "startsWith", "endsWith"], 20),
     "matches": 20,
-    **{"+": 30, "-": 30, "*": 60, "/": 60, "%": 60, "??": 500},
+    "+": 30,
+    "-": 30,
+    "*": 60,
+    "/": 60,
+    "%": 60,
+    "??": 500,
 }
 _UNARY = {"not": 50, "!": 50, "-": 90, "+": 90}
 _WORDS = {"or", "and", "in", "not", "contains", "startsWith", "endsWith", "matches"}
 _RETURNS: dict[str, Static] = {
-    **{"asInt": "any", "asFloat": "any", "int": "int", "float": "float"},
-    **{"string": "string", "toJson": "string", "len": "int"},
+    "asInt": "any",
+    "asFloat": "any",
+    "int": "int",
+    "float": "float",
+    "string": "string",
+    "toJson": "string",
+    "len": "int",
 }
 _COMPARISONS = {"==", "!=", "<", ">", "<=", ">="}
 _NUMBERS = {"int", "float"}

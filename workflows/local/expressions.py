@@ -142,9 +142,14 @@ def _binary(operator: str, left: Value, right: Value) -> Value:
         return found == (operator == "in")
     if isinstance(left, str) and isinstance(right, str):
         on_strings: dict[str, Callable[[str, str], Value]] = {
-            **{"+": lambda a, b: a + b, "<": lambda a, b: a < b, ">": lambda a, b: a > b},
-            **{"<=": lambda a, b: a <= b, ">=": lambda a, b: a >= b, "contains": lambda a, b: b in a},
-            **{"startsWith": lambda a, b: a.startswith(b), "endsWith": lambda a, b: a.endswith(b)},
+            "+": lambda a, b: a + b,
+            "<": lambda a, b: a < b,
+            ">": lambda a, b: a > b,
+            "<=": lambda a, b: a <= b,
+            ">=": lambda a, b: a >= b,
+            "contains": lambda a, b: b in a,
+            "startsWith": lambda a, b: a.startswith(b),
+            "endsWith": lambda a, b: a.endswith(b),
             "matches": _matches,
         }
         if operator in on_strings:
@@ -227,6 +232,11 @@ def _to_json(value: Value) -> str:
 
 
 _FUNCTIONS: dict[str, Callable[[Value], Value]] = {
-    **{"asInt": _int, "int": _int, "asFloat": _float, "float": _float},
-    **{"string": go_string, "toJson": _to_json, "len": _len},
+    "asInt": _int,
+    "int": _int,
+    "asFloat": _float,
+    "float": _float,
+    "string": go_string,
+    "toJson": _to_json,
+    "len": _len,
 }

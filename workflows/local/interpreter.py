@@ -226,7 +226,7 @@ def _name(manifest: Mapping[str, Any]) -> str:
     if not metadata.get("name"):
         if not metadata.get("generateName"):
             raise BadConfig("a Workflow needs metadata.name or metadata.generateName")
-        suffix = "".join(random.choices(string.ascii_lowercase + string.digits, k=5))  # noqa: S311
+        suffix = "".join(random.choices(string.ascii_lowercase + string.digits, k=5))
         metadata["name"] = metadata["generateName"] + suffix
     return str(metadata["name"])
 

@@ -100,8 +100,13 @@ class Node:
 
     def as_status(self) -> dict[str, Any]:
         status: dict[str, Any] = {
-            **{"id": self.id, "name": self.name, "displayName": self.display_name, "type": str(self.type)},
-            **{"templateName": self.template, "phase": str(self.phase), "startedAt": timestamp(self.started_at)},
+            "id": self.id,
+            "name": self.name,
+            "displayName": self.display_name,
+            "type": str(self.type),
+            "templateName": self.template,
+            "phase": str(self.phase),
+            "startedAt": timestamp(self.started_at),
             "finishedAt": timestamp(self.finished_at) if self.finished_at else None,
         }
         inputs: dict[str, Any] = {}
@@ -110,8 +115,13 @@ class Node:
         if self.input_artifacts:
             inputs["artifacts"] = [{"name": name, "s3": {"key": key}} for name, key in self.input_artifacts.items()]
         optional: dict[str, Any] = {
-            **{"boundaryID": self.boundary, "message": self.message, "inputs": inputs, "progress": self.progress},
-            **{"outputs": self.outputs.as_status(), "children": self.children, "outboundNodes": self.outbound},
+            "boundaryID": self.boundary,
+            "message": self.message,
+            "inputs": inputs,
+            "progress": self.progress,
+            "outputs": self.outputs.as_status(),
+            "children": self.children,
+            "outboundNodes": self.outbound,
             "nodeFlag": {self.flag: True} if self.flag else None,
         }
         return status | {key: value for key, value in optional.items() if value}
@@ -229,7 +239,9 @@ class Nodes:
         return {
             "metadata": {"name": self.workflow},
             "status": {
-                **{"phase": str(self.phase), "message": self.message, "startedAt": timestamp(self.started_at)},
+                "phase": str(self.phase),
+                "message": self.message,
+                "startedAt": timestamp(self.started_at),
                 "finishedAt": timestamp(self.finished_at) if self.finished_at else None,
                 "nodes": {node.id: node.as_status() for node in self._nodes.values()},
             },

@@ -77,7 +77,8 @@ class ParentProcess:
             open(command.stderr, "ab") as stderr,
         ):
             content = {
-                **{"argv": command.argv, "environment": dict(command.environment)},
+                "argv": command.argv,
+                "environment": dict(command.environment),
                 "directory": str(command.directory),
             }
             file.write(json.dumps(content).encode())
@@ -237,7 +238,7 @@ class WarmLauncher:
         self,
         *,
         default: Warm = TORCH_FREE,
-        stages: Mapping[str, Warm] = dict.fromkeys(STAGES_WITH_TORCH, TORCH),  # noqa: B006 (never changed)
+        stages: Mapping[str, Warm] = dict.fromkeys(STAGES_WITH_TORCH, TORCH),
         module: str = STAGE_MODULE,
         roots: Sequence[Path] = (),
     ) -> None:

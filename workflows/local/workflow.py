@@ -427,8 +427,11 @@ class WorkflowRun:
     def _failures(self) -> list[dict[str, Any]]:
         return [
             {
-                **{"displayName": node.display_name, "message": node.message, "templateName": node.template},
-                **{"phase": str(node.phase), "podName": f"{self.name}-{node.template}-{fnv32a(node.name)}"},
+                "displayName": node.display_name,
+                "message": node.message,
+                "templateName": node.template,
+                "phase": str(node.phase),
+                "podName": f"{self.name}-{node.template}-{fnv32a(node.name)}",
                 "finishedAt": node.as_status()["finishedAt"],
             }
             for node in self.nodes

@@ -1,0 +1,130 @@
+"""What a train commit holds: the weights for the engines, and all that the next iteration needs to go on bitwise.
+
+weights/model.safetensors   Hugging Face names, `model.dtype`
+state/state.json            version, optimiser steps, random state, fingerprint of the weights
+state/moments.safetensors   AdamW's exp_avg and exp_avg_sq, fp32
+state/masters.safetensors   fp32 weights, only when the published ones are rounded to bfloat16
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+import xxhash
+from pydantic import ValidationError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from colchis.components.errors import BadData, Bug
+from colchis.components.records.run import Record
+from colchis.components.trainer.model import local, part_of, published, tensors_of, whole_weights
+from colchis.components.trainer.optimiser import Optimiser
+
+
+class TrainerState(Record):
+    """`state/state.json`."""
+
+    format: Literal[1] = 1
+    version: int
+    """Of the weights it belongs to."""
+    weights: str
+    """Their fingerprint."""
+    optimiser_steps: int
+    """Made since the run began."""
+    rng: str
+    """torch's random state, base64."""
+
+
+class Extraction(Record):
+    """Fingerprints of the parameters before and after they were written: equal, or the buffer was not locked."""
+
+    before: str
+    after: str
+
+
+def fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """xxh3-128 over name, type, shape and bytes of all tensors, in order of names."""
+    digest = xxhash.xxh3_128()
+    for name in sorted(tensors):
+        t = tensors[name].contiguous()
+        digest.update(f"{name} {t.dtype} {list(t.shape)}\n".encode())
+        digest.update(_bytes(t))
+    return digest.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """The raw bytes of a contiguous tensor, without a copy."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def write_weights(model: nn.Module, folder: Path, *, dtype: torch.dtype) -> Extraction:
+    """`folder`/model.safetensors, by rank 0. A collective.
+    BadData names a tensor that is not finite; Bug when a parameter changed while it was written."""
+    weights = whole_weights(model, dtype=dtype)
+    for name, tensor in weights.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise BadData(f"weight '{name}' is not finite after the step; nothing was published")
+    before = fingerprint(weights)
+    _save(weights, folder / "model.safetensors")
+    after = fingerprint(whole_weights(model, dtype=dtype))
+    if before != after:
+        raise Bug("the parameters changed while they were written: a step ran during the extraction")
+    return Extraction(before=before, after=after)
+
+
+def write_state(
+    model: nn.Module, optimiser: Optimiser, folder: Path, *, version: int, weights: str, dtype: torch.dtype
+) -> None:
+    """The files of `state/`, by rank 0. `weights` is the fingerprint of the published ones. A collective."""
+    if dtype != torch.float32:
+        _save(whole_weights(model, dtype=torch.float32), folder / "masters.safetensors")
+    _save(optimiser.moments(), folder / "moments.safetensors")
+    rng = base64.b64encode(_bytes(torch.get_rng_state()).tobytes()).decode()
+    state = TrainerState(version=version, weights=weights, optimiser_steps=optimiser.steps, rng=rng)
+    if dist.get_rank() == 0:
+        (folder / "state.json").write_bytes(state.to_bytes())
+
+
+def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
+    if dist.get_rank() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({name: t.contiguous() for name, t in tensors.items()}, path, metadata={"format": "pt"})
+
+
+def read_state(
+    model: nn.Module, optimiser: Optimiser, folder: Path, *, version: int, weights: str, dtype: torch.dtype
+) -> None:
+    """Put masters, moments and random state back. BadData when the state is of another version, or of other weights
+    than those that were loaded (`weights` is their fingerprint)."""
+    path = folder / "state.json"
+    try:
+        state = TrainerState.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as e:
+        raise BadData(f"no readable trainer state ({str(e).splitlines()[0]})", where=str(path)) from None
+    if state.version != version:
+        raise BadData(f"the state is of v{state.version}, expected v{version}", where=str(path))
+    if state.weights != weights:
+        raise BadData(
+            f"the state belongs to weights {state.weights[:12]}, those of v{version} are {weights[:12]}",
+            where=str(path),
+            hint="weights and state must come from one train commit",
+        )
+    if dtype != torch.float32:
+        _read_masters(model, folder / "masters.safetensors")
+    moments = dict(tensors_of(folder / "moments.safetensors"))
+    optimiser.restore(moments, steps=state.optimiser_steps)
+    torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(state.rng)), dtype=torch.uint8))
+
+
+def _read_masters(model: nn.Module, path: Path) -> None:
+    expected = published(model)
+    stored = dict(tensors_of(path))
+    if stored.keys() != expected.keys():
+        raise BadData(f"master weight '{min(stored.keys() ^ expected.keys())}' is missing or unknown", where=str(path))
+    for name, target in expected.items():
+        local(target).copy_(part_of(stored[name], target))

@@ -111,7 +111,7 @@ def _no_constant(name: str) -> Any:
 
 def _parquet(path: Path, columns: tuple[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
-        table = pq.read_table(io.BytesIO(path.read_bytes()), page_checksum_verification=True)
+        table = pq.ParquetFile(io.BytesIO(path.read_bytes()), page_checksum_verification=True).read()
     except (pa.ArrowException, OSError, ValueError) as e:
         raise BadData(f"{path.name}: not a readable Parquet file ({' '.join(str(e).split())[:200]})") from None
     repeated = [n for n in table.column_names if table.column_names.count(n) > 1]

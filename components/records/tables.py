@@ -31,7 +31,7 @@ def read(data: bytes, schema: pa.Schema, *, record: str, source: str) -> tuple[l
     """(rows, metadata). BadData when `data` is not Parquet, corrupt, of another record or format, or when a column is
     missing, unknown, of another type, or null where the schema allows none. `source` is named in every message."""
     try:
-        table = pq.read_table(io.BytesIO(data), page_checksum_verification=True)
+        table = pq.ParquetFile(io.BytesIO(data), page_checksum_verification=True).read()
     except (pa.ArrowException, OSError, ValueError) as e:
         raise BadData(f"not a readable Parquet file ({_line(e)})", where=source) from None
     labels = {k.decode(): v.decode() for k, v in (table.schema.metadata or {}).items() if not k.startswith(b"ARROW:")}

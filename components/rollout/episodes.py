@@ -36,7 +36,8 @@ async def in_thread(call: Callable[[], T], timeout_s: float) -> T:
             done.set_result(result)  # type: ignore[arg-type]
 
     def run() -> None:
-        result, error = None, None
+        result: T | None = None
+        error: BaseException | None = None
         try:
             result = call()
         except StopIteration as e:  # a future cannot carry it

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import httpx
 import numpy as np
@@ -185,7 +186,7 @@ class _Rollout:
             return episode, prompt if isinstance(prompt, str) else [int(i) for i in prompt]
 
         try:
-            started = await asyncio.gather(*(in_thread(lambda s=s: begin(s), timeout_s) for s in seeds))
+            started = await asyncio.gather(*(in_thread(partial(begin, s), timeout_s) for s in seeds))
         except ColchisError:
             raise
         except TimeoutError:

@@ -2,10 +2,10 @@
 
     pools/POOL/lease.json
     inputs/<sha256>/manifest.json, inputs/<sha256>/files/NAME
-    runs/RUN/run.json, serving.json, control/lease.json, control/stop.json
+    runs/RUN/run.json, changes/0001.json, serving.json, control/lease.json, control/stop.json, outcomes/WORKFLOW.json
     runs/RUN/iterations/000011/STAGE[/0003]/commit.json and attempts/<attempt>/NAME
-    runs/RUN/iterations/000011/summary.json
-    runs/RUN/weights/v00000012/manifest.json
+    runs/RUN/iterations/000011/admission.json, summary.json
+    runs/RUN/weights/v00000012/manifest.json, reloads/RELOAD/BOUNDARY.json
 
 No key is also a prefix of another with '/' behind it: several stores keep keys as files in directories.
 """
@@ -71,6 +71,16 @@ def run_record(run: str) -> str:
     return run_prefix(run) + "run.json"
 
 
+def run_change(run: str, number: int) -> str:
+    """The record after the number-th change of fields outside the identity; created once, counted from 1."""
+    return f"{run_prefix(run)}changes/{_count('change', number):04d}.json"
+
+
+def run_outcome(run: str, workflow: str) -> str:
+    """How one Workflow of the run ended."""
+    return f"{run_prefix(run)}outcomes/{file_name(workflow)}.json"
+
+
 def run_lease(run: str) -> str:
     """Who drives the run."""
     return run_prefix(run) + "control/lease.json"
@@ -91,6 +101,11 @@ def iteration_prefix(run: str, iteration: int) -> str:
     return f"{run_prefix(run)}iterations/{_count('iteration', iteration):06d}/"
 
 
+def admission(run: str, iteration: int) -> str:
+    """What the iteration consists of; decided by its first stage."""
+    return iteration_prefix(run, iteration) + "admission.json"
+
+
 def summary(run: str, iteration: int) -> str:
     """Written by reload: closes the iteration."""
     return iteration_prefix(run, iteration) + "summary.json"
@@ -104,6 +119,11 @@ def weights_prefix(run: str, version: int) -> str:
 def weights_manifest(run: str, version: int) -> str:
     """Copy of what the train commit decided."""
     return weights_prefix(run, version) + "manifest.json"
+
+
+def reload_record(run: str, version: int, reload: str, boundary: str) -> str:
+    """What one boundary of one reload proved; a version may be loaded more than once."""
+    return f"{weights_prefix(run, version)}reloads/{file_name(reload)}/{file_name(boundary)}.json"
 
 
 def _count(what: str, value: int) -> int:

@@ -1,0 +1,57 @@
+# Every target sets up what it needs. `make help` lists them.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/colchis
+UV := $(CACHE)/uv/bin/uv
+UV_VERSION := 0.13.9
+export OMP_NUM_THREADS = 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo base test check lint types render docs requirements clean
+
+help: ## show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
+
+$(UV):
+	$(PYTHON) -m venv $(CACHE)/uv
+	$(CACHE)/uv/bin/pip install -q --disable-pip-version-check uv==$(UV_VERSION)
+
+$(VENV)/.ready: requirements/dev.txt pyproject.toml | $(UV)
+	@echo "setting up $(VENV) (once; a few minutes and about 6 GB, most of it torch)"
+	test -x $(BIN)/python || $(UV) venv -q --python $(PYTHON) $(VENV)
+	$(UV) pip install -q --python $(BIN)/python --no-deps --require-hashes --compile-bytecode -r requirements/dev.txt
+	$(UV) pip install -q --python $(BIN)/python --no-deps --no-build-isolation -e .
+	touch $@
+
+setup: $(VENV)/.ready ## make the Python environment in .venv
+
+base: setup ## make the small base model of examples/arithmetic (cached)
+	$(BIN)/python examples/arithmetic/make_base.py
+
+demo: base ## learn arithmetic on this machine: 100 iterations, report.html
+	$(BIN)/colchis run examples/arithmetic/run.yaml
+
+test: base ## all tests that need neither a cluster nor SGLang
+	$(BIN)/pytest -q -m "not cluster and not sglang"
+
+check: setup ## format, lint, types, import rules, rendered files
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/colchis render --check
+	$(BIN)/colchis lint
+	$(BIN)/colchis reference --check
+
+render: setup ## write manifests/ from workflows/*.py
+	$(BIN)/colchis render
+
+requirements: | $(UV) ## pin the requirements again, with hashes
+	$(UV) pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+	  --override requirements/overrides.txt --no-emit-package pycosat --custom-compile-command "make requirements" \
+	  --all-extras --group dev pyproject.toml -o requirements/dev.txt
+
+clean: ## remove the environment and the local home (.colchis)
+	rm -rf $(VENV) .colchis

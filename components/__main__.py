@@ -1,0 +1,90 @@
+"""`python -m colchis.components STAGE ...`: what every pod runs.
+
+Each stage reads the store, does its part, commits, and writes the outputs that the manifest asks for. Exit codes are
+those of `colchis.components.errors`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import signal
+import sys
+import traceback
+from types import FrameType
+
+import click
+
+from colchis.components import logs
+from colchis.components.errors import ColchisError
+
+STAGES = {
+    "begin": "validate the configuration, create or continue the run, decide the window",
+    "rollout": "generate one shard of an iteration's trajectories",
+    "grade": "score one shard of trajectories (placement 'step')",
+    "batch": "advantages, denominators and the packing plan of an iteration",
+    "train": "the optimiser step, and the one commit that makes the next version",
+    "reload": "one of the five boundaries between new weights and serving engines",
+    "evaluate": "greedy accuracy of a version on held-out prompts",
+    "close": "release the pool, record the outcome, write the report",
+    "agent": "the sidecar beside an engine",
+}
+
+
+class _Stages(click.Group):
+    """Imports a stage only when it is asked for: no stage pays for another's imports."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(STAGES)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in STAGES:
+            return None
+        module = importlib.import_module(f"colchis.components.stages.{cmd_name}")
+        command = module.command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Stages"):
+            formatter.write_dl(list(STAGES.items()))
+
+
+@click.command(cls=_Stages, context_settings={"help_option_names": ["-h", "--help"]}, help=__doc__)
+def cli() -> None:
+    """The group itself has nothing to do."""
+
+
+class Terminated(SystemExit):
+    """SIGTERM arrived: unwind, save what must survive, end with 143."""
+
+
+def _on_term(signum: int, frame: FrameType | None) -> None:
+    raise Terminated(128 + signum)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one stage; returns the exit code."""
+    logs.set_up()
+    signal.signal(signal.SIGTERM, _on_term)
+    try:
+        cli.main(args=argv, prog_name="python -m colchis.components", standalone_mode=False)
+    except click.ClickException as e:
+        e.show()
+        return 78 if isinstance(e, click.UsageError) else e.exit_code
+    except click.Abort:
+        return 130
+    except ColchisError as e:
+        logging.getLogger("colchis").error("%s: %s", type(e).__name__, e, extra={"fields": {"exit": e.exit_code}})
+        return e.exit_code
+    except Terminated as e:
+        logging.getLogger("colchis").warning("terminated by SIGTERM")
+        return int(e.code or 143)
+    except Exception:
+        traceback.print_exc()
+        return 70
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""Where a run stands, read from its records alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from colchis.components.errors import BadConfig
+from colchis.components.records.iteration import Evaluation, Summary
+from colchis.components.records.run import RunRecord, Serving, StopWish
+from colchis.components.store import StageKey, Store, find_commit, keys
+
+
+def find_run(store: Store, run: str) -> RunRecord | None:
+    """The run's record as last changed, or None when it never began."""
+    found = store.find(keys.run_record(run))
+    if found is None:
+        return None
+    record = RunRecord.model_validate_json(found.data)
+    number = 1
+    while (change := store.find(keys.run_change(run, number))) is not None:
+        record = RunRecord.model_validate_json(change.data)
+        number += 1
+    return record
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where a run stands."""
+
+    record: RunRecord
+    serving: Serving | None
+    summaries: list[Summary]
+    evaluations: list[Evaluation]
+    stop: StopWish | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "run": self.record.run,
+            "iterations": self.record.config.loop.iterations,
+            "closed": len(self.summaries),
+            "serving": self.serving.model_dump(mode="json") if self.serving else None,
+            "stop": self.stop.model_dump(mode="json") if self.stop else None,
+            "summaries": [s.model_dump(mode="json") for s in self.summaries],
+            "evaluations": [e.model_dump(mode="json") for e in self.evaluations],
+        }
+
+
+def status(store: Store, run: str, last: int | None = None) -> Status:
+    """Read a run's records; `last` limits the summaries to the newest ones."""
+    record = known_run(store, run)
+    found = store.find(keys.serving(run))
+    serving = Serving.model_validate_json(found.data) if found else None
+    version = serving.version if serving else 0
+    first = 0 if last is None else max(0, version - last)
+    summaries = [s for i in range(first, version) if (s := find_summary(store, run, i)) is not None]
+    wish = store.find(keys.run_stop(run))
+    return Status(
+        record=record,
+        serving=serving,
+        summaries=summaries,
+        evaluations=find_evaluations(store, record, version),
+        stop=StopWish.model_validate_json(wish.data) if wish else None,
+    )
+
+
+def find_summary(store: Store, run: str, iteration: int) -> Summary | None:
+    found = store.find(keys.summary(run, iteration))
+    return Summary.model_validate_json(found.data) if found else None
+
+
+def find_evaluations(store: Store, record: RunRecord, version: int) -> list[Evaluation]:
+    """Evaluations of the first and the serving version, and of those between that the configuration asks for."""
+    every = record.config.evaluation.every
+    wanted = sorted({0, version, *(range(0, version + 1, every) if every else ())})
+    commits = [find_commit(store, StageKey(record.run, v, "evaluate")) for v in wanted]
+    fields = Evaluation.model_fields
+    return [Evaluation.model_validate({k: v for k, v in c.outputs.items() if k in fields}) for c in commits if c]
+
+
+def list_runs(store: Store) -> list[str]:
+    """Names of all runs in the store."""
+    return sorted({key.split("/")[1] for key in store.list("runs/") if key.endswith("/run.json")})
+
+
+def known_run(store: Store, run: str) -> RunRecord:
+    record = find_run(store, run)
+    if record is None:
+        runs = list_runs(store)
+        raise BadConfig(f"no run '{run}'", hint=f"runs here: {', '.join(runs)}" if runs else "no runs here yet")
+    return record

@@ -1,0 +1,1 @@
+"""One file per stage: the only place where the frames meet."""

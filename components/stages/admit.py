@@ -1,0 +1,61 @@
+"""Whether an iteration starts, and what it consists of: decided once, so that all its pods agree."""
+
+from __future__ import annotations
+
+from colchis.components.config import RunConfig
+from colchis.components.environments import select
+from colchis.components.errors import BadData
+from colchis.components.records.iteration import Admission, Cursor, Summary
+from colchis.components.records.run import StopWish
+from colchis.components.stages.context import Stage
+from colchis.components.store import keys
+
+
+def reason_to_stop(config: RunConfig, summary: Summary | None) -> str | None:
+    """Why no further iteration should start after `summary`, or None. Facts are stored; the judgement is always fresh,
+    so that a raised limit lets a run go on."""
+    if summary is None:
+        return None
+    target = config.loop.target_reward
+    if target is not None and summary.reward_mean is not None and summary.reward_mean >= target:
+        return f"loop.target_reward {target} reached: mean reward {summary.reward_mean:.4f} in iteration {summary.iteration}"
+    if summary.consecutive_empty >= config.loop.max_empty:
+        return f"{summary.consecutive_empty} empty iterations in a row (loop.max_empty {config.loop.max_empty}): {summary.reason}"
+    return None
+
+
+def admit(stage: Stage, iteration: int) -> Admission | None:
+    """The admission of `iteration`, made by whoever asks first; None when the run is to stop before it."""
+    found = stage.admission(iteration)
+    if found is not None:
+        return found
+    config = stage.config
+    previous = stage.summary(iteration - 1) if iteration > 0 else None
+    if iteration > 0 and previous is None:
+        raise BadData(
+            f"iteration {iteration} cannot start: iteration {iteration - 1} is not closed",
+            where=keys.summary(stage.run, iteration - 1),
+        )
+    stop = stage.store.find(keys.run_stop(stage.run))
+    if stop is not None:
+        StopWish.model_validate_json(stop.data)
+        return None
+    if reason_to_stop(config, previous) is not None:
+        return None
+    cursor = Cursor()
+    if iteration > 0:
+        cursor = Cursor.model_validate(stage.read(iteration - 1, "train").outputs["cursor"])
+    prompts, after = select(stage.rows, config.loop.seed, cursor, config.rollout.prompts)
+    admission = Admission(
+        run=stage.run,
+        iteration=iteration,
+        version=iteration,
+        prompts=prompts,
+        cursor=after,
+        shards=config.rollout.shards,
+        grade_shards=config.grader.shards if config.grader.placement == "step" else 0,
+    )
+    stage.store.create(keys.admission(stage.run, iteration), admission.to_bytes())
+    decided = stage.admission(iteration)
+    assert decided is not None
+    return decided

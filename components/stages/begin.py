@@ -1,0 +1,240 @@
+"""begin: validate, create or continue the run, decide the window of this Workflow."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+import colchis
+from colchis.components.config import SECTIONS, DatasetConfig, RunConfig, from_parameters
+from colchis.components.environments import Tokenizer, check_prompts, generate_rows, open_environment
+from colchis.components.errors import BadConfig, BadData
+from colchis.components.logs import event
+from colchis.components.records import rows as row_records
+from colchis.components.records.rows import Rows
+from colchis.components.records.run import RunRecord, StopWish
+from colchis.components.report import find_run
+from colchis.components.stages.admit import reason_to_stop
+from colchis.components.stages.context import Stage, scratch, stage_command
+from colchis.components.store import Lease, download_input, keys, probe, read_input, upload_input
+from colchis.components.weights.deadline import Deadline
+from colchis.components.weights.fetch import fetch_model_folder
+from colchis.components.weights.publish import base_manifest, publish
+
+logger = logging.getLogger(__name__)
+
+NEVER = 1_000_000_000
+"""`evaluate-every` when only the first and last version are evaluated: iteration 0 is a multiple of everything."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Iterations [first, first + count) are this Workflow's; `more` asks for a successor that starts at `next`."""
+
+    first: int
+    count: int
+    next: int
+    more: bool
+
+
+def window(config: RunConfig, *, start: int | None, open_iteration: int, stop: str | None) -> Window:
+    """The part of the run that this Workflow does. A window that is closed already has count 0."""
+    total, size = config.loop.iterations, config.loop.window
+    begin = open_iteration if start is None else start
+    if begin > open_iteration:
+        raise BadData(
+            f"this window starts at iteration {begin}, but the run stands at {open_iteration}",
+            hint="resume the earlier window (argo retry), or submit again without 'start'",
+        )
+    end = min(begin + size, total)
+    first = max(begin, open_iteration)
+    count = 0 if stop else max(0, end - first)
+    return Window(first, count, end, more=not stop and end < total)
+
+
+@stage_command("begin", epilog="Example: begin --run first --start 0 --section model='{source: input:12ab...}' ...")
+@click.option("--template", default="", help="Name of the WorkflowTemplate that runs this.")
+@click.option("--start", default="", help="First iteration of this window; empty: where the run stands.")
+@click.option("--section", "sections", multiple=True, metavar="NAME=TEXT", help="One section, as YAML or JSON text.")
+def command(stage: Stage, template: str, start: str, sections: tuple[str, ...]) -> None:
+    """Validate the configuration, create or continue the run, and decide the window of this Workflow."""
+    given = dict(section.split("=", 1) for section in sections)
+    probe(stage.store)
+    asked = _asked(given)
+    record = find_run(stage.store, stage.run)
+    if record is None:
+        if asked is None:
+            raise BadConfig(
+                f"run '{stage.run}' does not exist and no configuration was given",
+                hint="pass the sections, e.g. with --parameter-file run.yaml",
+            )
+        record = _create(stage, asked, template)
+    elif asked is not None:
+        record = _continue(stage, record, asked, template)
+        stage.store.delete(keys.run_stop(stage.run))
+    _publish_base(stage, record)
+    Lease(stage.store, keys.pool_lease(stage.pool), holder=f"run {stage.run}", lease_s=600).acquire()
+
+    open_iteration = _open_iteration(stage)
+    stop = _stop_wish(stage) or reason_to_stop(record.config, stage.summary(open_iteration - 1))
+    w = window(record.config, start=_start(start), open_iteration=open_iteration, stop=stop)
+    last_version = open_iteration + w.count
+    final = not w.more and stage.find(last_version, "evaluate") is None
+    if stop:
+        event(logger, "the run stops here", run=stage.run, reason=stop)
+    event(
+        logger,
+        "window",
+        run=stage.run,
+        first=w.first,
+        count=w.count,
+        more=w.more,
+        iterations=record.config.loop.iterations,
+    )
+    config = record.config
+    stage.write(
+        version=open_iteration,
+        first=w.first,
+        count=w.count,
+        next=w.next,
+        more=w.more,
+        fill=w.count > 0 or final,
+        shards=config.rollout.shards,
+        grade_shards=config.grader.shards if config.grader.placement == "step" else 0,
+        evaluate_every=config.evaluation.every or NEVER,
+    )
+
+
+def _start(text: str) -> int | None:
+    if not text.strip():
+        return None
+    if not text.strip().isdigit():
+        raise BadConfig(f"parameter 'start': expected a number of an iteration or nothing, found {text!r}")
+    return int(text)
+
+
+def _asked(given: dict[str, str]) -> RunConfig | None:
+    """The configuration in the parameters, or None when all sections are empty (a successor)."""
+    unknown = sorted(set(given) - set(SECTIONS))
+    if unknown:
+        raise BadConfig(f"section '{unknown[0]}' is unknown; known: {', '.join(SECTIONS)}")
+    if not any(text.strip() for name, text in given.items() if name != "mode"):
+        return None
+    return from_parameters(given)
+
+
+def _create(stage: Stage, config: RunConfig, template: str) -> RunRecord:
+    if not config.model.source.startswith("input:"):
+        raise BadConfig(
+            f"model.source: a pod cannot read '{config.model.source}'",
+            hint="launch with `colchis run|submit|request`, which upload files, or `colchis upload` and use input:SHA256",
+        )
+    model = config.model.source.removeprefix("input:")
+    read_input(stage.store, model)
+    with scratch() as folder:
+        rows = generate_rows(config.environment, dataset=_dataset(stage, config, folder / "dataset"))
+        (folder / "rows").mkdir()
+        (folder / "rows" / "rows.parquet").write_bytes(row_records.to_parquet(rows))
+        digest = upload_input(stage.store, folder / "rows")
+        _check_prompts(stage, config, model, rows, folder / "model")
+    record = RunRecord(
+        run=stage.run,
+        config=config,
+        config_digest=config.digest(),
+        identity_digest=config.identity_digest(),
+        template=template,
+        code_version=colchis.__version__,
+        rows=digest,
+        model=model,
+    )
+    if stage.store.create(keys.run_record(stage.run), record.to_bytes()):
+        event(logger, "run created", run=stage.run, config=record.config_digest[:12], rows=len(rows))
+        return record
+    winner = find_run(stage.store, stage.run)
+    assert winner is not None
+    return _continue(stage, winner, config, template)
+
+
+def _check_prompts(stage: Stage, config: RunConfig, model: str, rows: Rows, folder: Path) -> None:
+    """Every prompt must become token ids of the model and leave room for the turns, before any engine sees one."""
+    fetch_model_folder(stage.store, model, folder, Deadline(600.0))
+    architecture = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    turns = config.rollout.max_new_tokens * config.rollout.max_turns
+    context = architecture.get("max_position_embeddings", config.trainer.micro_batch_tokens)
+    check_prompts(
+        open_environment(config.environment),
+        rows,
+        Tokenizer.from_folder(folder),
+        vocabulary_size=architecture["vocab_size"],
+        longest_tokens=min(config.trainer.micro_batch_tokens, context) - turns,
+    )
+
+
+def _dataset(stage: Stage, config: RunConfig, folder: Path) -> Path | None:
+    """The file of a `dataset` environment, fetched; other environments bring their own prompts."""
+    if not isinstance(config.environment, DatasetConfig):
+        return None
+    if not config.environment.source.startswith("input:"):
+        raise BadConfig(
+            f"environment.source: a pod cannot read '{config.environment.source}'",
+            hint="launch with `colchis run`, which uploads files, or `colchis upload` and use input:SHA256",
+        )
+    download_input(stage.store, config.environment.source.removeprefix("input:"), folder)
+    return folder
+
+
+def _continue(stage: Stage, record: RunRecord, asked: RunConfig, template: str) -> RunRecord:
+    """Same identity: resume, recording what changed outside it. Another identity is another run."""
+    before, after = record.config.identity(), asked.identity()
+    if before != after:
+        names = [n for n in sorted(before.keys() | after.keys()) if before.get(n) != after.get(n)]
+        diff = "; ".join(f"{n}: {before.get(n)!r} -> {after.get(n)!r}" for n in names)
+        raise BadConfig(
+            f"run '{stage.run}' exists with another identity: {diff}",
+            hint="use another run name, or restore these fields",
+        )
+    if asked.digest() == record.config_digest:
+        return record
+    old, new = _flat(record.config.model_dump(mode="json")), _flat(asked.model_dump(mode="json"))
+    changed = {n: [old.get(n), new.get(n)] for n in sorted(old.keys() | new.keys()) if old.get(n) != new.get(n)}
+    update = {"config": asked, "config_digest": asked.digest(), "template": template, "changed": changed}
+    change = record.model_copy(update=update | {"code_version": colchis.__version__})
+    number = 1
+    while not stage.store.create(keys.run_change(stage.run, number), change.to_bytes()):
+        number += 1
+    event(logger, "configuration changed", run=stage.run, changed=changed)
+    return change
+
+
+def _flat(value: object, prefix: str = "") -> dict[str, object]:
+    if isinstance(value, dict):
+        return {k: v for name, inner in value.items() for k, v in _flat(inner, f"{prefix}{name}.").items()}
+    return {prefix.rstrip("."): value}
+
+
+def _publish_base(stage: Stage, record: RunRecord) -> None:
+    """Version 0 is the base model; its manifest is a copy of what the input says."""
+    if stage.store.find(keys.weights_manifest(stage.run, 0)) is not None:
+        return
+    with scratch() as folder:
+        manifest = base_manifest(
+            stage.store, run=stage.run, model=record.model, dtype=record.config.model.dtype, scratch=folder
+        )
+    publish(stage.store, manifest)
+
+
+def _open_iteration(stage: Stage) -> int:
+    """The first iteration without a summary: serving.json moves just before the summary is written."""
+    serving = stage.serving()
+    if serving is None or serving.version == 0:
+        return 0
+    return serving.version if stage.summary(serving.version - 1) is not None else serving.version - 1
+
+
+def _stop_wish(stage: Stage) -> str | None:
+    found = stage.store.find(keys.run_stop(stage.run))
+    return StopWish.model_validate_json(found.data).reason if found else None

@@ -1,0 +1,197 @@
+"""reload: new weights into all engines, over five boundaries, each of which proves itself and leaves a record.
+
+One command per boundary, in the order in which they can be observed: `store` (1), `transfer` (3), `buffer` (2),
+`load` (4), `cache` (5). The first three touch nothing that serves; `load` is the only one that pauses an engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import tempfile
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from colchis.components.errors import BadData
+from colchis.components.logs import event
+from colchis.components.records.boundary import BoundaryRecord
+from colchis.components.records.run import Serving
+from colchis.components.stages.context import Stage, stage_command
+from colchis.components.stages.summarise import summarise
+from colchis.components.store import Commit, Payload, keys
+from colchis.components.weights import (
+    Agents,
+    WeightsManifest,
+    activate_all,
+    prepare_all,
+    probe_all,
+    publish,
+    read_manifest,
+    tensors_of,
+    verify_all,
+    verify_published,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@stage_command("reload", epilog="Example: reload --run first --version 4 --boundary store")
+@click.option("--version", type=click.IntRange(0), required=True, help="Version that the engines are to serve.")
+@click.option("--boundary", type=click.Choice(["store", "transfer", "buffer", "load", "cache"]), required=True)
+def command(stage: Stage, version: int, boundary: str) -> None:
+    """Pass one of the five boundaries between the trainer's weights and the serving engines."""
+    trained = stage.read(version - 1, "train") if version > 0 else None
+    reload_id = _reload_id(first=boundary == "store")
+    asyncio.run(_pass(stage, version, boundary, trained, reload_id))
+    if boundary == "cache":
+        _close(stage, version, trained, reload_id)
+        stage.write(version=version)
+
+
+async def _pass(stage: Stage, version: int, boundary: str, trained: Commit | None, reload_id: str) -> None:
+    knobs = stage.config.reload
+    if boundary == "store":
+        if trained is not None:
+            _publish(stage, version, trained)
+        records: Sequence[BoundaryRecord] = [verify_published(stage.store, stage.run, version)]
+    else:
+        manifest = read_manifest(stage.store, stage.run, version)
+        async with Agents.from_environment() as agents:
+            match boundary:
+                case "transfer":
+                    records = await prepare_all(agents, manifest, deadline_s=knobs.prepare_deadline_s)
+                case "buffer":
+                    records = await verify_all(agents, manifest, deadline_s=knobs.prepare_deadline_s)
+                case "load":
+                    records = await activate_all(
+                        agents, manifest, pause=knobs.pause, deadline_s=knobs.activate_deadline_s
+                    )
+                case _:
+                    records = await probe_all(
+                        agents,
+                        manifest,
+                        probe=trained.outputs.get("probe") if trained else None,
+                        tolerance=knobs.probe_tolerance,
+                        deadline_s=knobs.activate_deadline_s,
+                    )
+    for record in records:
+        event(
+            logger,
+            f"boundary {record.boundary} {record.name}",
+            engine=record.engine,
+            version=version,
+            **record.headline(),
+        )
+    document = {"reload": reload_id, "records": [r.model_dump(mode="json") for r in records]}
+    stage.store.put(_record_key(stage, version, reload_id, boundary), json.dumps(document, indent=1).encode())
+
+
+def _publish(stage: Stage, version: int, trained: Commit) -> None:
+    """runs/R/weights/vN/manifest.json as a copy of what the train commit decided; re-created when missing."""
+    before = read_manifest(stage.store, stage.run, version - 1)
+    files = [
+        p.model_copy(update={"name": p.name.removeprefix("weights/")})
+        for p in trained.payload
+        if p.name.startswith("weights/")
+    ]
+    kind = trained.outputs["kind"]
+    tensors = before.tensors if kind == "same" else tensors_of(stage.store, files)
+    manifest = WeightsManifest.build(
+        run=stage.run,
+        version=version,
+        base_version=version - 1,
+        kind=kind,
+        files=files,
+        tensors=tensors,
+        model=stage.record.model,
+        step=version,
+    )
+    if manifest.weights_digest != trained.outputs["weights_digest"]:
+        raise BadData(
+            f"boundary 1 (store): weights v{version} in the store have digest {manifest.weights_digest[:12]}, the train "
+            f"commit says {trained.outputs['weights_digest'][:12]}",
+            where=trained.key,
+            hint="the objects changed after the commit; restore them or skip the iteration",
+        )
+    publish(stage.store, manifest)
+
+
+def _reload_id(*, first: bool) -> str:
+    """One id for the five containers of a pod, which share a folder for temporary files. Drawn by the process."""
+    path = Path(tempfile.gettempdir()) / "colchis-reload"
+    if not first and path.exists():
+        return path.read_text(encoding="utf-8")
+    reload_id = uuid.uuid4().hex
+    staged = path.with_suffix(f".{os.getpid()}")
+    staged.write_text(reload_id, encoding="utf-8")
+    staged.replace(path)
+    return reload_id
+
+
+def _record_key(stage: Stage, version: int, reload_id: str, boundary: str) -> str:
+    return keys.reload_record(stage.run, version, reload_id, boundary)
+
+
+def _close(stage: Stage, version: int, trained: Commit | None, reload_id: str) -> None:
+    """All engines agree: move serving.json, and close the iteration that made the version."""
+    records: list[BoundaryRecord] = []
+    payload: list[Payload] = []
+    for boundary in ("store", "transfer", "buffer", "load", "cache"):
+        key = _record_key(stage, version, reload_id, boundary)
+        body = stage.store.get(key).data
+        payload.append(Payload.of(f"{boundary}.json", key, body))
+        records += [BoundaryRecord.model_validate(r) for r in json.loads(body)["records"]]
+    _declare(stage, version, records)
+    if trained is None:
+        return
+    iteration = version - 1
+    pause_s = max((r.proof.get("pause_s", 0.0) for r in records), default=0.0)
+    if stage.find(iteration, "reload") is None:
+        attempt = stage.attempt(iteration, "reload")
+        for entry in payload:
+            attempt.adopt(entry)
+        attempt.commit(
+            outputs={"version": version, "pause_s": pause_s, "seconds": round(_seconds(records), 4)},
+            inputs={trained.key: trained.digest},
+        )
+    if stage.summary(iteration) is None:
+        stage.store.create(keys.summary(stage.run, iteration), summarise(stage, iteration).to_bytes())
+    event(logger, "iteration closed", iteration=iteration, version=version)
+
+
+def _seconds(records: list[BoundaryRecord]) -> float:
+    """Boundaries follow each other; engines pass one together."""
+    longest: dict[int, float] = {}
+    for r in records:
+        longest[r.boundary] = max(longest.get(r.boundary, 0.0), r.seconds)
+    return sum(longest.values())
+
+
+def _declare(stage: Stage, version: int, records: list[BoundaryRecord]) -> None:
+    """Compare-and-swap serving.json to `version`; never back, except that a restored fill repeats the same version."""
+    manifest = read_manifest(stage.store, stage.run, version)
+    engines = sorted({r.engine for r in records if r.engine})
+    serving = Serving(run=stage.run, version=version, weights_digest=manifest.weights_digest, engines=engines)
+    key = keys.serving(stage.run)
+    while True:
+        found = stage.store.find(key)
+        if found is None:
+            if stage.store.create(key, serving.to_bytes()):
+                return
+            continue
+        current = Serving.model_validate_json(found.data)
+        if current.version > version:
+            raise BadData(
+                f"serving.json declares v{current.version}, newer than v{version} of this reload",
+                where=key,
+                hint="another Workflow moved the run on; let it finish",
+            )
+        if (current.version == version and current.engines == engines) or stage.store.replace(
+            key, serving.to_bytes(), found.etag
+        ):
+            return

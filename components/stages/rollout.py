@@ -1,0 +1,153 @@
+"""rollout: generate the trajectories of one or more shards of an iteration, and grade them when that is cheap."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import asdict
+
+import click
+
+from colchis.components.config import RunConfig
+from colchis.components.environments import open_environment
+from colchis.components.grader import grade
+from colchis.components.logs import event
+from colchis.components.records import trajectories as trajectory_records
+from colchis.components.records import verdicts as verdict_records
+from colchis.components.records.iteration import Admission
+from colchis.components.records.trajectories import Trajectory
+from colchis.components.rollout import Engines, PromptGroup, rollout_groups
+from colchis.components.stages.admit import admit
+from colchis.components.stages.context import Progress, Stage, Stopwatch, scratch, stage_command
+from colchis.components.store import Attempt, StageKey
+
+logger = logging.getLogger(__name__)
+
+GROUPS_PER_PART = 16
+"""Finished groups are stored in parts of this many, so that a killed shard loses little and a small one stays quick."""
+
+
+@stage_command("rollout", epilog="Example: rollout --run first --iteration 3 --shard 0 --shards 1")
+@click.option("--iteration", type=click.IntRange(0), required=True)
+@click.option("--shard", type=click.IntRange(0), default=0, show_default=True, help="Which of the pods this is.")
+@click.option("--shards", type=click.IntRange(1), default=1, show_default=True, help="How many pods there are.")
+def command(stage: Stage, iteration: int, shard: int, shards: int) -> None:
+    """Generate one shard of an iteration's trajectories with the declared policy version."""
+    admission = admit(stage, iteration)
+    if admission is None:
+        event(logger, "no further iteration", run=stage.run, iteration=iteration)
+        return
+    for planned in range(shard, admission.shards, shards):
+        if stage.find(iteration, "rollout", planned) is None:
+            generate_shard(stage, admission, planned)
+
+
+def generate_shard(stage: Stage, admission: Admission, shard: int) -> None:
+    """Make what earlier attempts of this shard have not stored yet, and commit the whole."""
+    watch, config = Stopwatch(), stage.config
+    attempt = stage.attempt(admission.iteration, "rollout", shard)
+    parts = Parts(stage, config, attempt)
+    wanted = admission.shard_groups(shard)
+    done = parts.adopt_earlier(admission, {g for g, _ in wanted})
+    groups = [PromptGroup(group=g, row=stage.rows[row]) for g, row in wanted if g not in done]
+    progress = Progress(len(wanted))
+    progress.advance(len(done))
+
+    def store_group(samples: list[Trajectory]) -> None:
+        parts.add(samples)
+        progress.advance()
+
+    with scratch() as folder:
+        tokenizer = stage.tokenizer(folder)
+        environment = open_environment(config.environment)
+        engines = Engines.from_environment()
+        try:
+            stats = asyncio.run(
+                rollout_groups(
+                    config,
+                    run=stage.run,
+                    iteration=admission.iteration,
+                    version=admission.version,
+                    groups=groups,
+                    engines=engines,
+                    environment=environment,
+                    tokenizer=tokenizer,
+                    on_group=store_group,
+                )
+            )
+        finally:
+            parts.flush()
+    commit = attempt.commit(
+        outputs={
+            "groups": len(wanted),
+            "samples": parts.samples,
+            "tokens": parts.tokens,
+            "adopted_groups": len(done),
+            "version": admission.version,
+            "seconds": watch.seconds,
+            "grade_seconds": round(parts.grade_seconds, 4),
+            **asdict(stats),
+        },
+    )
+    event(
+        logger,
+        "shard committed",
+        iteration=admission.iteration,
+        shard=shard,
+        groups=len(wanted),
+        attempt=commit.attempt,
+    )
+
+
+class Parts:
+    """The trajectories (and inline verdicts) of a shard, stored in parts as groups finish."""
+
+    def __init__(self, stage: Stage, config: RunConfig, attempt: Attempt) -> None:
+        self.stage, self.config, self.attempt = stage, config, attempt
+        self.samples = self.tokens = 0
+        self.grade_seconds = 0.0
+        self._waiting: list[list[Trajectory]] = []
+        self._number = 0
+
+    def adopt_earlier(self, admission: Admission, wanted: set[int]) -> set[int]:
+        """Groups that an earlier attempt of this shard stored whole; they become part of this attempt's commit."""
+        key: StageKey = self.attempt.stage
+        done: set[int] = set()
+        for name in self.stage.store.list(key.attempts):
+            if "/trajectories-" not in name:
+                continue
+            data = self.stage.store.get(name).data
+            samples = trajectory_records.from_parquet(data)
+            groups = {t.group for t in samples}
+            whole = all(sum(t.group == g for t in samples) == self.config.rollout.group_size for g in groups) and all(
+                span.version == admission.version for t in samples for span in t.versions
+            )
+            if not whole or groups & done or not groups <= wanted:
+                continue
+            done |= groups
+            self._store(samples)
+        return done
+
+    def add(self, samples: list[Trajectory]) -> None:
+        self._waiting.append(samples)
+        if len(self._waiting) >= GROUPS_PER_PART:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._waiting:
+            samples = [t for group in self._waiting for t in group]
+            self._waiting = []
+            self._store(samples)
+
+    def _store(self, samples: list[Trajectory]) -> None:
+        samples = sorted(samples, key=lambda t: (t.group, t.sample))
+        name = f"{self._number:04d}.parquet"
+        self._number += 1
+        self.attempt.put(f"trajectories-{name}", trajectory_records.to_parquet(samples))
+        if self.config.grader.placement == "inline":
+            watch = Stopwatch()
+            verdicts = grade(self.config, samples, self.stage.rows)
+            self.grade_seconds += watch.seconds
+            self.attempt.put(f"verdicts-{name}", verdict_records.to_parquet(verdicts))
+        self.samples += len(samples)
+        self.tokens += sum(sum(t.loss_mask) for t in samples)

@@ -1,0 +1,122 @@
+"""train: weights v_i and a batch in, weights v_(i+1) out, by one commit that holds everything."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import click
+
+from colchis.components.logs import event
+from colchis.components.records.batch import Batch, read_batch
+from colchis.components.stages.context import Stage, Stopwatch, scratch, stage_command
+from colchis.components.store import Commit, read_input
+from colchis.components.weights.manifest import build
+from colchis.components.weights.publish import read_manifest
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "weights-manifest.json"
+"""Payload of the train commit that `reload` publishes as runs/R/weights/vN/manifest.json."""
+
+
+@stage_command("train", epilog="Example: train --run first --iteration 3")
+@click.option("--iteration", type=click.IntRange(0), required=True)
+def command(stage: Stage, iteration: int) -> None:
+    """Make version iteration + 1: new weights, optimiser state, random state, cursor and metrics, in one commit."""
+    if stage.find(iteration, "train") is None:
+        train(stage, iteration)
+
+
+def train(stage: Stage, iteration: int) -> None:
+    """One iteration of training. An empty batch makes no step, and the same weights under the next version."""
+    from colchis.components.trainer import train_iteration  # torch, which no other stage pays for
+
+    watch, i = Stopwatch(), iteration
+    admission, batch_commit = stage.admitted(i), stage.read(i, "batch")
+    before = stage.read(i - 1, "train") if i > 0 else None
+    with scratch() as folder:
+        reference = stage.config.algorithm.kl_coefficient > 0
+        batch = _batch(stage, batch_commit)
+        model = _model_folder(stage, i, folder / "model")
+        state = _state_folder(stage, before, folder / "state") if before else None
+        loaded_s = watch.seconds
+        result = train_iteration(
+            stage.config,
+            iteration=i,
+            batch=batch,
+            model_folder=model,
+            state_folder=state,
+            reference_folder=_model_folder(stage, 0, folder / "reference") if reference else None,
+            output=folder / "output",
+        )
+        trained_s = watch.seconds
+        attempt = stage.attempt(i, "train")
+        weights = []
+        for path in sorted(p for p in (folder / "output").rglob("*") if p.is_file()):
+            payload = attempt.upload(path.relative_to(folder / "output").as_posix(), path)
+            if payload.name.startswith("weights/") and path.suffix == ".safetensors":
+                weights.append((payload, path))
+        manifest = build(
+            run=stage.run,
+            version=i + 1,
+            base_version=i,
+            kind=result.kind,
+            files=weights,
+            model=stage.record.model,
+            step=result.optimiser_steps,
+        )
+        attempt.put(MANIFEST, manifest.to_bytes())
+        commit = attempt.commit(
+            outputs={
+                "version": i + 1,
+                "kind": result.kind,
+                "weights_digest": manifest.weights_digest,
+                "cursor": admission.cursor.model_dump(),
+                "steps": result.steps,
+                "metrics": dict(result.metrics),
+                "votes": [v.model_dump(mode="json") for v in result.votes],
+                "extraction": result.extraction.model_dump(mode="json"),
+                "probe": result.probe.model_dump(mode="json"),
+                "seconds": watch.seconds,
+                "parts_s": {
+                    "load": loaded_s,
+                    "train": round(trained_s - loaded_s, 4),
+                    "upload": round(watch.seconds - trained_s, 4),
+                },
+            },
+            inputs={c.key: c.digest for c in (batch_commit, before) if c},
+        )
+    headline = {name: round(result.metrics[name], 6) for name in ("loss", "grad_norm") if name in result.metrics}
+    event(logger, "version committed", version=i + 1, kind=result.kind, attempt=commit.attempt, **headline)
+
+
+def _batch(stage: Stage, commit: Commit) -> Batch:
+    payload = {p.name: p for p in commit.payload}
+    parquet = payload.get("batch.parquet")
+    return read_batch(
+        stage.store.read(commit.payload_named("denominators.json")),
+        stage.store.read(parquet) if parquet else None,
+        source=commit.key,
+    )
+
+
+def _model_folder(stage: Stage, version: int, folder: Path) -> Path:
+    """A Hugging Face folder with the weights of `version`: configuration from the base model, tensors from the store."""
+    folder.mkdir(parents=True)
+    for file in read_input(stage.store, stage.record.model).files:
+        if file.name.endswith(".json"):
+            stage.store.download(file, folder / file.name)
+    for file in read_manifest(stage.store, stage.run, version).files:
+        stage.store.download(file, folder / file.name)
+    return folder
+
+
+def _state_folder(stage: Stage, before: Commit, folder: Path) -> Path:
+    """Optimiser and random state of the commit before."""
+    for file in before.payload:
+        if file.name.startswith("state/"):
+            path = folder / file.name.removeprefix("state/")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            stage.store.download(file, path)
+    return folder

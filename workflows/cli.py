@@ -1,0 +1,283 @@
+"""The `colchis` command."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import click
+
+import colchis
+from colchis.components.errors import ColchisError
+
+CONFIG = click.argument("config", type=click.Path(path_type=Path))
+SET = click.option("--set", "assignments", multiple=True, metavar="SECTION.FIELD=VALUE", help="Override one field.")
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
+
+
+class _Cli(click.Group):
+    """Turns Colchis' own errors into one message and their exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ColchisError as e:
+            click.echo(f"{click.style('error', fg='red', bold=True)}: {e}", err=True)
+            ctx.exit(e.exit_code)
+
+
+def example(text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Put an example below a command's options."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def inner(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        inner.__doc__ = f"{function.__doc__}\n\n\b\nExample:\n  {text}\n"
+        return inner
+
+    return decorate
+
+
+@click.group(cls=_Cli, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(colchis.__version__, prog_name="colchis")
+def main() -> None:
+    """RL post-training of language models as Argo Workflows, on a laptop or a cluster.
+
+    Shell completion: eval "$(_COLCHIS_COMPLETE=bash_source colchis)" (or zsh_source, fish_source).
+    """
+
+
+@main.command()
+@CONFIG
+@SET
+@JSON
+@example("colchis validate examples/arithmetic/run.yaml --set loop.iterations=200")
+def validate(config: Path, assignments: tuple[str, ...], as_json: bool) -> None:
+    """Check a configuration file; names every field that is wrong."""
+    from colchis.components.config import load
+
+    run = load(config, assignments)
+    if as_json:
+        click.echo(
+            json.dumps(
+                {"digest": run.digest(), "identity": run.identity_digest(), "config": run.model_dump(mode="json")}
+            )
+        )
+    else:
+        click.echo(
+            f"{config}: valid (mode {run.mode}, digest {run.digest()[:12]}, identity {run.identity_digest()[:12]})"
+        )
+
+
+@main.command()
+@CONFIG
+@SET
+@click.option("--run", "name", help="Name of the run. [default: the file's or its folder's name]")
+@click.option("--pool", default="main", show_default=True, help="Name of the pool of engines to start.")
+@click.option("--engines", default=2, show_default=True, type=click.IntRange(1, 64), help="Engines in the pool.")
+@click.option("--engine", "kind", type=click.Choice(["embedded", "sglang"]), default="embedded", show_default=True)
+@click.option("--shape", default="cpu", show_default=True, help="Which rendered template to run.")
+@click.option("--exec", "exec_", is_flag=True, help="Start every stage as a fresh process (the slow reference).")
+@click.option("--manifests", type=click.Path(path_type=Path), help="Folder of rendered templates.")
+@JSON
+@example("colchis run examples/arithmetic/run.yaml --set loop.iterations=20")
+def run(
+    config: Path,
+    assignments: tuple[str, ...],
+    name: str | None,
+    pool: str,
+    engines: int,
+    kind: str,
+    shape: str,
+    exec_: bool,
+    manifests: Path | None,
+    as_json: bool,
+) -> None:
+    """Run a configuration on this machine, with the manifests that a cluster runs.
+
+    Starts a store and engines on loopback, interprets the rendered Workflow, stops everything it started. Running it
+    again continues where the run stands.
+    """
+    from colchis.workflows.progress import follow
+    from colchis.workflows.render import TEMPLATES
+    from colchis.workflows.runs import LocalRun, default_name, load_run
+
+    local = LocalRun(
+        config=load_run(config, assignments),
+        source=config,
+        run=name or default_name(config),
+        pool=pool,
+        engines=engines,
+        kind=kind,
+        shape=shape,
+        exec_=exec_,
+        manifests=manifests or TEMPLATES,
+    )
+    sys.exit(follow(local, as_json=as_json))
+
+
+@main.command()
+@click.option("--to", "folder", type=click.Path(path_type=Path), help="Folder. [default: manifests/base/templates]")
+@click.option("--check", is_flag=True, help="Change nothing; fail when the files differ from their source.")
+@example("colchis render --check")
+def render(folder: Path | None, check: bool) -> None:
+    """Write the WorkflowTemplates that are defined in workflows/*.py."""
+    from colchis.workflows import render as renderer
+
+    folder = folder or renderer.TEMPLATES
+    if check:
+        difference = renderer.drift(folder)
+        if difference:
+            click.echo(difference, nl=False)
+            click.echo(f"error: {folder} differs from its source; run `colchis render`", err=True)
+            sys.exit(65)
+        click.echo(f"{folder}: as rendered")
+        return
+    for path in renderer.write(folder):
+        click.echo(str(path))
+
+
+@main.command()
+@click.argument("files", nargs=-1, type=click.Path(path_type=Path))
+@JSON
+@example("colchis lint manifests/base/templates/*.yaml")
+def lint(files: tuple[Path, ...], as_json: bool) -> None:
+    """Check manifests against Argo's closed schema and the semantic rules. Without FILES: what is rendered."""
+    from colchis.workflows.lint import lint_files
+    from colchis.workflows.render import TEMPLATES
+
+    findings = lint_files(list(files) or sorted(TEMPLATES.glob("*.yaml")))
+    if as_json:
+        click.echo(json.dumps([f.__dict__ for f in findings]))
+    else:
+        for finding in findings:
+            click.echo(str(finding))
+        click.echo(f"{len(findings)} finding(s)", err=True)
+    sys.exit(65 if findings else 0)
+
+
+@main.command()
+@JSON
+@example("colchis runs")
+def runs(as_json: bool) -> None:
+    """List the runs in the store."""
+    from colchis.components.report import list_runs
+    from colchis.components.report import status as read_status
+    from colchis.workflows.home import Home, open_store
+
+    with open_store(Home.find()) as store:
+        found = [read_status(store, name, last=1) for name in list_runs(store)]
+    if as_json:
+        click.echo(json.dumps([s.to_json() for s in found]))
+        return
+    for s in found:
+        version = s.serving.version if s.serving else 0
+        click.echo(
+            f"{s.record.run:24} {version:>6}/{s.record.config.loop.iterations} iterations  {s.record.created_at}"
+        )
+
+
+@main.command()
+@click.argument("run")
+@click.option("--last", default=10, show_default=True, type=click.IntRange(1), help="Iterations to show.")
+@JSON
+@example("colchis status arithmetic --last 5")
+def status(run: str, last: int, as_json: bool) -> None:
+    """Where a run stands: version, reward, gap, seconds per stage, evaluations."""
+    from colchis.components.report import status as read_status
+    from colchis.workflows.home import Home, open_store
+    from colchis.workflows.progress import print_status
+
+    with open_store(Home.find()) as store:
+        found = read_status(store, run, last)
+    if as_json:
+        click.echo(json.dumps(found.to_json()))
+    else:
+        print_status(found)
+
+
+@main.command()
+@click.argument("run")
+@click.option("--to", type=click.Path(path_type=Path), help="File. [default: RUN.html]")
+@example("colchis report arithmetic --to report.html")
+def report(run: str, to: Path | None) -> None:
+    """Write a run's report: one static HTML page with its curves, boundaries and denominators."""
+    from colchis.components.report import render_report
+    from colchis.workflows.home import Home, open_store
+
+    path = to or Path(f"{run}.html")
+    with open_store(Home.find()) as store:
+        path.write_text(render_report(store, run), encoding="utf-8")
+    click.echo(str(path))
+
+
+@main.command()
+@click.argument("run")
+@click.option("--reason", default="asked for", show_default=True)
+@example('colchis stop arithmetic --reason "reward is flat"')
+def stop(run: str, reason: str) -> None:
+    """Let the running iteration end and start no further one. `colchis run` continues the run later."""
+    from colchis.workflows.home import Home, open_store
+    from colchis.workflows.runs import stop as wish_stop
+
+    with open_store(Home.find()) as store:
+        wish_stop(store, run, reason)
+    click.echo(f"{run}: no further iteration will start")
+
+
+@main.command()
+@click.argument("run")
+@click.option("--iteration", type=click.IntRange(0), required=True, help="The open iteration.")
+@click.option("--reason", required=True, help="Goes into the record.")
+@example('colchis skip arithmetic --iteration 12 --reason "shard 3 is lost"')
+def skip(run: str, iteration: int, reason: str) -> None:
+    """Commit an iteration as empty, on the record, after a refusal that will not go away."""
+    from colchis.workflows.home import Home, open_store
+    from colchis.workflows.runs import skip as commit_skip
+
+    with open_store(Home.find()) as store:
+        commit_skip(store, run, iteration, reason)
+    click.echo(f"{run}: iteration {iteration} is skipped; continue with `colchis run`")
+
+
+@main.command()
+@click.argument("folder", type=click.Path(path_type=Path, exists=True))
+@example("colchis upload examples/arithmetic/base")
+def upload(folder: Path) -> None:
+    """Upload a model or data file to the store; prints `input:SHA256` for configurations that pods read."""
+    from colchis.components.store import upload_input
+    from colchis.workflows.home import Home, open_store
+
+    with open_store(Home.find()) as store:
+        click.echo(f"input:{upload_input(store, folder)}")
+
+
+@main.command()
+@click.option("--check", is_flag=True, help="Change nothing; fail when the files differ from the code.")
+@example("colchis reference")
+def reference(check: bool) -> None:
+    """Write docs/configuration.md and docs/configuration.schema.json from the code."""
+    from colchis.components.config.reference import json_schema, markdown
+    from colchis.workflows.render import REPOSITORY
+
+    files = {
+        REPOSITORY / "docs" / "configuration.md": markdown(),
+        REPOSITORY / "docs" / "configuration.schema.json": json.dumps(json_schema(), indent=1) + "\n",
+    }
+    for path, text in files.items():
+        if not check:
+            path.write_text(text, encoding="utf-8")
+            click.echo(str(path))
+        elif not path.exists() or path.read_text(encoding="utf-8") != text:
+            click.echo(f"error: {path} differs from the code; run `colchis reference`", err=True)
+            sys.exit(65)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""What a person sees while a run goes on, and afterwards."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from colchis.components.records.iteration import Evaluation, Summary
+from colchis.components.report import Status, find_run, find_summary, render_report, status
+from colchis.components.store import Store
+from colchis.workflows.home import Home, open_store
+from colchis.workflows.local.interpreter import WorkflowResult
+from colchis.workflows.local.workflow import Event, EventKind
+from colchis.workflows.runs import LocalRun, run_locally
+
+STAGES = ("rollout", "grade", "batch", "train", "reload")
+
+
+def follow(run: LocalRun, *, as_json: bool = False) -> int:
+    """Run to the end, showing each iteration as it closes. Returns the exit code."""
+    home, console = Home.find(), Console(stderr=as_json)
+    board = Board(run, console)
+    with board:
+        result = run_locally(run, home, on_event=board.on_event, on_store=board.on_store)
+    board.close(result)
+    if as_json:
+        print(json.dumps(board.final.to_json() if board.final else {"phase": result.phase}))
+    return 0 if result.succeeded else exit_code(result)
+
+
+def exit_code(result: WorkflowResult) -> int:
+    """That of the stage that failed first, when one did."""
+    codes = [int(n["outputs"]["exitCode"]) for n in result.nodes.values() if (n.get("outputs") or {}).get("exitCode")]
+    return next((code for code in codes if code), 70)
+
+
+class Board:
+    """The live view: progress bar, what runs now, and the newest iterations."""
+
+    def __init__(self, run: LocalRun, console: Console) -> None:
+        self.run, self.console = run, console
+        self.store: Store | None = None
+        self.final: Status | None = None
+        self.report: Path | None = None
+        self.summaries: list[Summary] = []
+        self.running: dict[str, str] = {}
+        self.next = 0
+        self.started = time.monotonic()
+        total = run.config.loop.iterations
+        self.bar = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(40),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        self.task = self.bar.add_task(run.run, total=total)
+        self.live = Live(self, console=console, refresh_per_second=4, transient=True)
+
+    def __enter__(self) -> Board:
+        if self.console.is_terminal:
+            self.live.start()
+        else:
+            self.console.print(f"run {self.run.run}: {self.run.config.loop.iterations} iterations")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.console.is_terminal:
+            self.live.stop()
+
+    def on_store(self, store: Store) -> None:
+        """The services are up. Iterations closed earlier are shown as done."""
+        self.store = store
+        found = find_run(store, self.run.run)
+        serving = status(store, self.run.run, last=1).serving if found else None
+        self.next = serving.version if serving else 0
+        self.bar.update(self.task, completed=self.next)
+
+    def on_event(self, event: Event) -> None:
+        """Something happened to a node of the Workflow."""
+        match event.kind:
+            case EventKind.NODE_STARTED if event.type in ("Pod", "Container"):
+                self.running[event.node] = event.node.rpartition(".")[2]
+            case EventKind.NODE_FINISHED:
+                self.running.pop(event.node, None)
+                if event.node.endswith(".reload"):
+                    self._show_closed()
+                if event.phase in ("Failed", "Error") and event.type == "Pod":
+                    self.console.print(f"[red]{event.node}[/red] {event.phase}: {event.message}", soft_wrap=True)
+            case _:
+                return
+
+    def _show_closed(self) -> None:
+        while self.store is not None and (summary := find_summary(self.store, self.run.run, self.next)) is not None:
+            self.summaries.append(summary)
+            self.next += 1
+            self.bar.update(self.task, completed=self.next)
+            if not self.console.is_terminal:
+                self.console.print(" ".join(f"{k}={v}" for k, v in row(summary).items()), soft_wrap=True)
+
+    def __rich__(self) -> Group:
+        now = ", ".join(sorted(set(self.running.values()))) or "starting the services"
+        return Group(self.bar, Text(f"now: {now}", style="dim"), table(self.summaries[-8:]))
+
+    def close(self, result: WorkflowResult) -> None:
+        """Say how the run ended, before and after, and where the report is."""
+        home = Home.find()
+        with open_store(home) as store:
+            if find_run(store, self.run.run) is None:
+                self.console.print(f"[red]{result.phase}[/red] {result.message}: the run did not begin")
+                return
+            self.final = status(store, self.run.run)
+            self.report = home.run_folder(self.run.run) / "report.html"
+            self.report.write_text(render_report(store, self.run.run), encoding="utf-8")
+        print_status(self.final, console=self.console, rows=8)
+        colour = "green" if result.phase == "Succeeded" else "red"
+        self.console.print(
+            f"[{colour}]{result.phase}[/{colour}] {result.message or ''} in {time.monotonic() - self.started:.0f} s"
+        )
+        self.console.print(f"report: {self.report}", soft_wrap=True)
+
+
+def row(s: Summary) -> dict[str, str]:
+    """One iteration in one line."""
+    seconds = s.seconds
+    generated = s.tokens / seconds["rollout"] if seconds.get("rollout") else 0.0
+    metrics = s.metrics
+    return {
+        "iteration": str(s.iteration),
+        "version": f"v{s.version}" + ("" if s.kind == "full" else " same"),
+        "reward": "-" if s.reward_mean is None else f"{s.reward_mean:.3f}",
+        "groups": f"{s.groups.get('trained', 0)}/{sum(s.groups.values())}" if s.groups else "-",
+        "loss": _number(metrics.get("loss")),
+        "grad": _number(metrics.get("grad_norm")),
+        "gap": _number(metrics.get("gap_mean"), "{:.1e}"),
+        "lag": str(s.lag),
+        "tok/s": f"{generated:.0f}",
+        **{stage: f"{seconds.get(stage, 0.0):.2f}s" for stage in STAGES if stage != "grade"},
+        "pause": f"{1000 * seconds.get('pause', 0.0):.0f}ms",
+    }
+
+
+def _number(value: Any, form: str = "{:.4f}") -> str:
+    return "-" if value is None else form.format(value)
+
+
+def table(summaries: Iterable[Summary]) -> Table:
+    """The newest iterations as a table."""
+    rows = [row(s) for s in summaries]
+    result = Table(box=None, pad_edge=False)
+    for name in rows[0] if rows else ():
+        result.add_column(name, justify="right")
+    for values in rows:
+        result.add_row(*values.values())
+    return result
+
+
+def describe_evaluation(e: Evaluation) -> str:
+    return f"v{e.version}: {100 * e.accuracy:.1f} % of {e.prompts} held-out prompts [{100 * e.low:.1f}, {100 * e.high:.1f}]"
+
+
+def print_status(s: Status, *, console: Console | None = None, rows: int = 10) -> None:
+    """A run's state for people."""
+    console = console or Console()
+    version = s.serving.version if s.serving else None
+    console.print(
+        f"[bold]{s.record.run}[/bold]  {version or 0}/{s.record.config.loop.iterations} iterations, "
+        f"serving {'nothing' if version is None else f'v{version}'}, mode {s.record.config.mode}"
+    )
+    if s.summaries:
+        console.print(table(s.summaries[-rows:]))
+    for alert in sorted({a for summary in s.summaries[-rows:] for a in summary.alerts}):
+        console.print(f"[yellow]alert[/yellow] {alert}")
+    if s.stop:
+        console.print(f"[yellow]stopping[/yellow] {s.stop.reason} (asked by {s.stop.by})")
+    if s.evaluations:
+        console.print("greedy accuracy, 95 % interval")
+        for e in s.evaluations:
+            console.print(f"  {describe_evaluation(e)}")

@@ -1,0 +1,211 @@
+"""Starting and steering runs: what `colchis run`, `stop`, `skip`, `runs` and `status` do."""
+
+from __future__ import annotations
+
+import asyncio
+import getpass
+import os
+import re
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from colchis.components.config import RunConfig, load, to_parameters
+from colchis.components.errors import BadConfig, BadData
+from colchis.components.records.run import StopWish
+from colchis.components.report import find_summary, known_run
+from colchis.components.store import Attempt, Lease, StageKey, Store, find_commit, keys, upload_input
+from colchis.workflows.home import Home, start_store
+from colchis.workflows.local.interpreter import Interpreter, WorkflowResult
+from colchis.workflows.local.launcher import Launcher
+from colchis.workflows.local.parents import ExecLauncher, WarmLauncher
+from colchis.workflows.local.services import Pool, start_pool
+from colchis.workflows.local.workflow import Event
+from colchis.workflows.render import read_templates
+
+RUN_LEASE_S = 20.0
+"""A runner that was killed holds its run for so long; a living one renews three times in that time."""
+
+
+@dataclass(frozen=True)
+class LocalRun:
+    """What `colchis run` needs to know."""
+
+    config: RunConfig
+    source: Path
+    run: str
+    pool: str
+    engines: int
+    kind: str
+    shape: str
+    exec_: bool
+    manifests: Path
+
+
+def default_name(config: Path) -> str:
+    """The run's name when none is given: the file's, or its folder's when the file is just `run.yaml`."""
+    stem = config.resolve().parent.name if config.stem == "run" else config.stem
+    name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:42]
+    return name or "run"
+
+
+def pin_files(config: RunConfig, source: Path, store: Store) -> RunConfig:
+    """Upload the `file:` inputs of a configuration and name them by content. Paths are relative to `source`'s folder."""
+    document = config.model_dump(mode="json")
+    for section in ("model", "environment"):
+        value = document[section].get("source", "")
+        if not value.startswith("file:"):
+            continue
+        path = (source.resolve().parent / value.removeprefix("file:")).resolve()
+        if not path.exists():
+            raise BadConfig(f"{section}.source: {path} does not exist", where=str(source))
+        document[section]["source"] = f"input:{upload_input(store, path)}"
+    return RunConfig.model_validate(document)
+
+
+def model_folder(config: RunConfig, source: Path) -> Path | None:
+    """The local folder of the base model, for engines that want it at start."""
+    if not config.model.source.startswith("file:"):
+        return None
+    return (source.resolve().parent / config.model.source.removeprefix("file:")).resolve()
+
+
+def workflow(run: LocalRun, config: RunConfig, name: str) -> dict[str, Any]:
+    """The Workflow that starts a run: a reference to the template, and arguments only."""
+    arguments = {"run": run.run, "pool": run.pool, **to_parameters(config)}
+    return {
+        "apiVersion": "argoproj.io/v1alpha1",
+        "kind": "Workflow",
+        "metadata": {"name": name, "labels": {"colchis.dev/run": run.run}},
+        "spec": {
+            "workflowTemplateRef": {"name": f"colchis-{config.mode}-{run.shape}"},
+            "arguments": {"parameters": [{"name": k, "value": v} for k, v in arguments.items()]},
+        },
+    }
+
+
+def run_locally(
+    run: LocalRun, home: Home, *, on_event: Callable[[Event], None], on_store: Callable[[Store], None]
+) -> WorkflowResult:
+    """Start the services, interpret the rendered manifests to the end of the run, stop the services."""
+    templates = read_templates(run.manifests)
+    with home.locked(f"colchis run {run.run}"), start_store(home) as store:
+        config = pin_files(run.config, run.source, store)
+        with held_run(store, run.run):
+            # The home's lock proves that no other run uses the pools of this home.
+            store.delete(keys.pool_lease(run.pool))
+            with start_pool(
+                run.pool,
+                replicas=run.engines,
+                kind=run.kind,
+                folder=home.pools,
+                store_environment=store.settings.to_environment(),
+                model=model_folder(run.config, run.source),
+            ) as pool:
+                environment = {**store.settings.to_environment(), **pool_environment(pool)}
+                with home.announced(environment):
+                    on_store(store)
+                    return asyncio.run(_interpret(run, config, home, templates, store, pool, on_event))
+
+
+def pool_environment(pool: Pool) -> dict[str, str]:
+    return {"COLCHIS_ENGINES": pool.addresses, "COLCHIS_AGENT_TOKEN": pool.token}
+
+
+async def _interpret(
+    run: LocalRun,
+    config: RunConfig,
+    home: Home,
+    templates: Mapping[str, dict[str, Any]],
+    store: Store,
+    pool: Pool,
+    on_event: Callable[[Event], None],
+) -> WorkflowResult:
+    s = store.settings
+    secrets = {
+        "colchis-store": {
+            "endpoint": s.endpoint,
+            "bucket": s.bucket,
+            "region": s.region,
+            "accessKey": s.access_key,
+            "secretKey": s.secret_key,
+            "agentToken": pool.token,
+        },
+        f"colchis-pool-{pool.name}": {"engines": pool.addresses},
+    }
+    launcher: Launcher = ExecLauncher() if run.exec_ else WarmLauncher()
+    folder = home.run_folder(run.run)
+    number = 1 + sum(1 for p in folder.glob("workflows/*") if p.is_dir())
+    interpreter = Interpreter(
+        templates,
+        work_dir=folder / "workflows",
+        environment={},
+        secrets=secrets,
+        launcher=launcher,
+        on_event=on_event,
+    )
+    loop = asyncio.get_running_loop()
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signal_number, interpreter.stop)
+    try:
+        return await interpreter.run(workflow(run, config, f"{run.run}-{number}"))
+    finally:
+        await launcher.close()
+
+
+@contextmanager
+def held_run(store: Store, run: str) -> Iterator[None]:
+    """Hold the run's lease and renew it in the background. BadConfig names the holder when another runner has it."""
+    holder = f"{getpass.getuser()}@{socket.gethostname()}, process {os.getpid()}"
+    lease = Lease(store, keys.run_lease(run), holder=holder, lease_s=RUN_LEASE_S)
+    lease.acquire(wait_s=RUN_LEASE_S * 1.5)
+    stop = threading.Event()
+
+    def renew() -> None:
+        while not stop.wait(RUN_LEASE_S / 3):
+            lease.renew()
+
+    thread = threading.Thread(target=renew, name="run-lease", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        lease.release()
+
+
+def stop(store: Store, run: str, reason: str) -> None:
+    """Wish that no further iteration starts."""
+    known_run(store, run)
+    store.put(keys.run_stop(run), StopWish(reason=reason, by=getpass.getuser()).to_bytes())
+
+
+def skip(store: Store, run: str, iteration: int, reason: str) -> None:
+    """Commit an iteration as empty, on the record, after a refusal that will not go away."""
+    known_run(store, run)
+    if find_summary(store, run, iteration) is not None:
+        raise BadData(f"iteration {iteration} of run '{run}' is closed; only the open iteration can be skipped")
+    if iteration > 0 and find_summary(store, run, iteration - 1) is None:
+        raise BadData(f"iteration {iteration} of run '{run}' is not the open one: {iteration - 1} is not closed either")
+    for stage in ("batch", "train"):
+        commit = find_commit(store, StageKey(run, iteration, stage))
+        if commit is not None and commit.outputs.get("decision") != "empty":
+            raise BadData(
+                f"iteration {iteration} of run '{run}' has a {stage} commit already",
+                where=commit.key,
+                hint="continue the run: what is committed is not the trouble",
+            )
+    Attempt(store, StageKey(run, iteration, "batch")).commit(
+        outputs={"decision": "skipped", "reason": reason, "by": getpass.getuser(), "seconds": 0.0}
+    )
+
+
+def load_run(path: Path, assignments: tuple[str, ...]) -> RunConfig:
+    """Read a configuration file with overrides."""
+    return load(path, assignments)

@@ -1,0 +1,221 @@
+"""One container template per stage: command, image, security, retries and deadlines in one place.
+
+A stage is `python -m colchis.components STAGE ...`. Its outputs go to the paths that the manifest names, so the same
+manifest runs in pods and under the local interpreter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hera.workflows import (
+    Container,
+    ContainerNode,
+    ContainerSet,
+    EmptyDirVolume,
+    Parameter,
+    Resource,
+    Resources,
+    RetryStrategy,
+    S3Artifact,
+)
+from hera.workflows import (
+    models as m,
+)
+
+import colchis
+
+TEMPFAIL, TERMINATED, KILLED = 75, 143, 137
+"""Exit codes worth another try: temporary failure, SIGTERM, SIGKILL (out of memory, lost node)."""
+
+RETRY = RetryStrategy(
+    limit="5",
+    retry_policy="Always",
+    backoff=m.Backoff(duration="2s", factor="2", max_duration="5m"),
+    expression=f"lastRetry.status == 'Error' || (asInt(lastRetry.exitCode) in [{TEMPFAIL}, {KILLED}, {TERMINATED}])",
+)
+
+POD_SECURITY = m.PodSecurityContext(
+    run_as_non_root=True,
+    run_as_user=10001,
+    run_as_group=10001,
+    fs_group=10001,
+    seccomp_profile=m.SeccompProfile(type="RuntimeDefault"),
+)
+
+CONTAINER_SECURITY = m.SecurityContext(
+    allow_privilege_escalation=False,
+    read_only_root_filesystem=True,
+    run_as_non_root=True,
+    capabilities=m.Capabilities(drop=["ALL"]),
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a run's pods ask of the cluster. One WorkflowTemplate is rendered per mode and shape."""
+
+    name: str
+    stage_image: str = f"colchis/stage:{colchis.__version__}"
+    trainer_image: str = f"colchis/trainer:{colchis.__version__}"
+    stage: Mapping[str, str] = field(default_factory=lambda: {"cpu": "100m", "memory": "512Mi"})
+    trainer: Mapping[str, str] = field(default_factory=lambda: {"cpu": "1", "memory": "4Gi"})
+    trainer_gpus: int = 0
+    node_selector: Mapping[str, str] = field(default_factory=dict)
+    tolerations: Sequence[Mapping[str, str]] = ()
+
+
+def _store_secret(variable: str, key: str) -> m.EnvVar:
+    selector = m.SecretKeySelector(name="colchis-store", key=key)
+    return m.EnvVar(name=variable, value_from=m.EnvVarSource(secret_key_ref=selector))
+
+
+ENVIRONMENT = [
+    _store_secret("COLCHIS_S3_ENDPOINT", "endpoint"),
+    _store_secret("COLCHIS_S3_BUCKET", "bucket"),
+    _store_secret("COLCHIS_S3_REGION", "region"),
+    _store_secret("AWS_ACCESS_KEY_ID", "accessKey"),
+    _store_secret("AWS_SECRET_ACCESS_KEY", "secretKey"),
+    _store_secret("COLCHIS_AGENT_TOKEN", "agentToken"),
+    m.EnvVar(
+        name="COLCHIS_ENGINES",
+        value_from=m.EnvVarSource(
+            config_map_key_ref=m.ConfigMapKeySelector(name="colchis-pool-{{workflow.parameters.pool}}", key="engines")
+        ),
+    ),
+    m.EnvVar(name="OMP_NUM_THREADS", value="1"),
+    m.EnvVar(name="PYTHONUNBUFFERED", value="1"),
+]
+"""Every stage's environment. The pool's ConfigMap and the store's Secret are the cluster's; locally they are made."""
+
+RUN_ARGS = ["--run", "{{workflow.parameters.run}}", "--pool", "{{workflow.parameters.pool}}"]
+
+
+def _outputs(
+    names: Mapping[str, str], artifacts: Sequence[S3Artifact]
+) -> tuple[list[str], list[Parameter | S3Artifact]]:
+    """Arguments that tell a stage where its outputs go, and their declaration. `names`: output -> default on stop."""
+    args: list[str] = []
+    declared: list[Parameter | S3Artifact] = []
+    for name, default in names.items():
+        args += ["--out", f"{name}={{{{outputs.parameters.{name}.path}}}}"]
+        declared.append(Parameter(name=name, value_from=m.ValueFrom(path=f"/tmp/outputs/{name}", default=default)))
+    for artifact in artifacts:
+        args += ["--out", f"{artifact.name}={{{{outputs.artifacts.{artifact.name}.path}}}}"]
+        declared.append(artifact)
+    return args, declared
+
+
+def stage(
+    shape: Shape,
+    name: str,
+    args: Sequence[str] = (),
+    *,
+    inputs: Sequence[str] = (),
+    outputs: Mapping[str, str] | None = None,
+    artifacts: Sequence[S3Artifact] = (),
+    deadline_s: int = 3600,
+    trainer: bool = False,
+    retry: RetryStrategy | None = RETRY,
+) -> Container:
+    """A template that runs one stage as one pod."""
+    out_args, declared = _outputs(outputs or {}, artifacts)
+    resources = shape.trainer if trainer else shape.stage
+    return Container(
+        name=name,
+        image=shape.trainer_image if trainer else shape.stage_image,
+        image_pull_policy="IfNotPresent",
+        command=["python", "-m", "colchis.components", name],
+        args=[*RUN_ARGS, *args, *out_args],
+        inputs=[Parameter(name=parameter) for parameter in inputs],
+        outputs=declared,
+        env=ENVIRONMENT,
+        resources=Resources(
+            cpu_request=resources["cpu"],
+            memory_request=resources["memory"],
+            memory_limit=resources["memory"],
+            gpus=shape.trainer_gpus or None if trainer else None,
+        ),
+        node_selector=dict(shape.node_selector) or None if trainer else None,
+        tolerations=[m.Toleration(**t) for t in shape.tolerations] or None if trainer else None,
+        retry_strategy=retry,
+        security_context=CONTAINER_SECURITY,
+        active_deadline_seconds=deadline_s,
+        volumes=[EmptyDirVolume(name="tmp", mount_path="/tmp")],
+    )
+
+
+BOUNDARIES = ["store", "transfer", "buffer", "load", "main"]
+"""The five containers of a reload, in the order in which they can be observed. `main` is the cache boundary: Argo wants
+a container of that name to own the outputs."""
+
+
+def reload_set(shape: Shape, *, deadline_s: int = 3600) -> ContainerSet:
+    """One pod whose five containers are five visible nodes: each boundary of a reload proves itself before the next."""
+    out_args, declared = _outputs({"version": "none"}, ())
+    with ContainerSet(
+        name="reload",
+        inputs=[Parameter(name="version")],
+        outputs=declared,
+        active_deadline_seconds=deadline_s,
+        volumes=[EmptyDirVolume(name="tmp")],
+        volume_mounts=[m.VolumeMount(name="tmp", mount_path="/tmp")],
+    ) as reload:
+        for before, boundary in zip([None, *BOUNDARIES], BOUNDARIES, strict=False):
+            ContainerNode(
+                name=boundary,
+                image=shape.stage_image,
+                image_pull_policy="IfNotPresent",
+                command=["python", "-m", "colchis.components", "reload"],
+                args=[
+                    *RUN_ARGS,
+                    *("--version", "{{inputs.parameters.version}}"),
+                    *("--boundary", "cache" if boundary == "main" else boundary),
+                    *(out_args if boundary == "main" else []),
+                ],
+                env=ENVIRONMENT,
+                dependencies=[before] if before else None,
+                security_context=CONTAINER_SECURITY,
+                resources=m.ResourceRequirements(
+                    requests={"cpu": "50m", "memory": "256Mi"}, limits={"memory": shape.stage["memory"]}
+                ),
+            )
+    return reload
+
+
+SUCCESSOR = """\
+apiVersion: argoproj.io/v1alpha1
+kind: Workflow
+metadata:
+  name: "{{workflow.parameters.run}}-from-{{inputs.parameters.next}}"
+  labels:
+    colchis.dev/run: "{{workflow.parameters.run}}"
+spec:
+  workflowTemplateRef:
+    name: "%s"
+  arguments:
+    parameters:
+    - name: "run"
+      value: "{{workflow.parameters.run}}"
+    - name: "pool"
+      value: "{{workflow.parameters.pool}}"
+    - name: "start"
+      value: "{{inputs.parameters.next}}"
+"""
+
+
+def successor(template: str) -> Resource:
+    """Creates the Workflow of the next window. Its fixed name makes a second try a no-op."""
+    return Resource(
+        name="successor",
+        action="apply",
+        manifest=SUCCESSOR % template,
+        inputs=[Parameter(name="next")],
+        service_account_name="colchis-submitter",
+        executor=m.ExecutorConfig(service_account_name="colchis-submitter"),
+        retry_strategy=RetryStrategy(limit="3", retry_policy="Always"),
+    )
+
+
+__all__ = ["BOUNDARIES", "POD_SECURITY", "Shape", "reload_set", "stage", "successor"]

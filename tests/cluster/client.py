@@ -1,0 +1,112 @@
+"""Workflows on a cluster, through the API server's own client: create, follow to the end, delete."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from kubernetes import client, config, watch
+
+Json = Any
+NAMESPACE = "colchis"
+GROUP = {"group": "argoproj.io", "version": "v1alpha1", "namespace": NAMESPACE}
+ENDED = ("Succeeded", "Failed", "Error")
+
+
+class Cluster:
+    """The cluster that KUBECONFIG names."""
+
+    def __init__(self) -> None:
+        config.load_kube_config()
+        self.objects = client.CustomObjectsApi()
+        self.core = client.CoreV1Api()
+
+    def create(self, workflow: Json) -> str:
+        """Creates a Workflow, in place of one with that name; returns its name."""
+        name = workflow["metadata"].get("name")
+        if name:
+            self.delete("workflows", name)
+        return str(
+            self.objects.create_namespaced_custom_object(**GROUP, plural="workflows", body=workflow)["metadata"]["name"]
+        )
+
+    def apply_template(self, template: Json) -> None:
+        """Creates a WorkflowTemplate, in place of one with that name."""
+        self.delete("workflowtemplates", template["metadata"]["name"])
+        self.objects.create_namespaced_custom_object(**GROUP, plural="workflowtemplates", body=template)
+
+    def delete(self, plural: str, name: str) -> None:
+        """Deletes an object and waits until it is gone (300 s at most: a finalizer may hold it); none is fine."""
+        selector = f"metadata.name={name}"
+        listed = self.objects.list_namespaced_custom_object(**GROUP, plural=plural, field_selector=selector)
+        if not listed["items"]:
+            return
+        since = listed["metadata"]["resourceVersion"]
+        self.objects.delete_namespaced_custom_object(**GROUP, plural=plural, name=name)
+        follow = watch.Watch()
+        for event in follow.stream(
+            self.objects.list_namespaced_custom_object,
+            **GROUP,
+            plural=plural,
+            field_selector=selector,
+            resource_version=since,
+            timeout_seconds=300,
+        ):
+            if event["type"] == "DELETED":
+                follow.stop()
+                return
+        raise TimeoutError(f"{plural}/{name} still exists 300 s after its deletion")
+
+    def get(self, name: str) -> Json:
+        return self.objects.get_namespaced_custom_object(**GROUP, plural="workflows", name=name)
+
+    def wait(self, names: Iterable[str], deadline_s: float) -> dict[str, Json]:
+        """The status of each Workflow when it has ended; TimeoutError names those that have not."""
+        waiting, ended = set(names), {}
+        until = time.monotonic() + deadline_s
+        while waiting:
+            left_s = int(until - time.monotonic())
+            if left_s <= 0:
+                phases = {name: self.get(name).get("status", {}).get("phase", "none") for name in sorted(waiting)}
+                raise TimeoutError(f"not ended after {deadline_s:.0f} s: {phases}")
+            follow = watch.Watch()
+            for event in follow.stream(
+                self.objects.list_namespaced_custom_object, **GROUP, plural="workflows", timeout_seconds=left_s
+            ):
+                workflow = event["object"]
+                name, status = workflow["metadata"]["name"], workflow.get("status", {})
+                if name in waiting and status.get("phase") in ENDED and _is_complete(workflow):
+                    ended[name] = {**status, "nodes": _nodes(status)}
+                    waiting.discard(name)
+                    if not waiting:
+                        follow.stop()
+        return ended
+
+    def logs(self, workflow: str, container: str = "main", *, lines: int = 40) -> str:
+        """The last lines of every pod of a Workflow, for the message of a failed test."""
+        pods = self.core.list_namespaced_pod(NAMESPACE, label_selector=f"workflows.argoproj.io/workflow={workflow}")
+        texts = []
+        for pod in pods.items:
+            name = pod.metadata.name
+            try:
+                text = self.core.read_namespaced_pod_log(name, NAMESPACE, container=container, tail_lines=lines)
+            except client.ApiException as error:
+                text = f"no log: {error.reason}"
+            texts.append(f"--- {name} ({pod.status.phase})\n{text}")
+        return "\n".join(texts)
+
+
+def _is_complete(workflow: Json) -> bool:
+    return bool(workflow["metadata"].get("labels", {}).get("workflows.argoproj.io/completed") == "true")
+
+
+def _nodes(status: Json) -> dict[str, Json]:
+    """status.nodes; of a large Workflow it is compressed."""
+    packed = status.get("compressedNodes")
+    if packed:
+        return dict(json.loads(gzip.decompress(base64.b64decode(packed))))
+    return dict(status.get("nodes") or {})

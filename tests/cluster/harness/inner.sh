@@ -1,0 +1,172 @@
+#!/bin/bash
+# Process 1 of the test cluster, in new mount, network and pid namespaces: one node, the control plane, Argo, a store.
+# Everything it starts dies with it. From cluster.py: STATE, HARNESS, CRDS, IMAGES, REPOSITORY, PACKAGES, PATH, and
+# file descriptor 4, to which it writes "ready" once.
+set -u
+host=10.244.0.1 pki=$STATE/pki run=/run/colchis
+export KUBECONFIG=$pki/admin.conf
+deadline=$((SECONDS + 180))
+
+mount --make-rshared /
+mount -t tmpfs tmpfs /run
+mkdir -p /run/lock /run/netns $run/cni $STATE/{logs,kubelet,podlogs,containerd,store} $STATE/environment/{code/colchis,packages}
+ip link set lo up
+sysctl -qw net.ipv4.ip_forward=1
+
+start() { # NAME COMMAND...
+  local name=$1
+  shift
+  "$@" > "$STATE/logs/$name.log" 2>&1 < /dev/null 4>&- &
+}
+until_true() { # WHAT COMMAND...: asked again until it succeeds; these services have no readiness event to wait for
+  local what=$1
+  shift
+  until "$@" > /dev/null 2>&1; do
+    if ((SECONDS > deadline)); then
+      echo "$what is not ready after 180 s" >&2
+      exit 1
+    fi
+    sleep 0.1
+  done
+}
+
+# What pods see at /opt/colchis: the checkout and the packages of its virtual environment, live, without a 6 GB image.
+for part in components workflows; do
+  mkdir -p "$STATE/environment/code/colchis/$part"
+  mount --bind "$REPOSITORY/$part" "$STATE/environment/code/colchis/$part"
+done
+cp "$REPOSITORY/src/colchis/__init__.py" "$STATE/environment/code/colchis/"
+mount --bind "$PACKAGES" "$STATE/environment/packages"
+
+# The pods' network. 10.245.0.N are the engines' addresses; pods find them by name, as on any cluster.
+ip link add pods type bridge
+ip addr add $host/24 dev pods
+for engine in $ENGINES; do ip addr add "$engine/32" dev pods; done
+ip link set pods up
+ip route add 10.96.0.0/16 dev pods src $host # there is no default route here, and Service addresses need one
+cat > $run/cni/10-pods.conflist << T
+{"cniVersion": "1.0.0", "name": "pods", "plugins": [{"type": "bridge", "bridge": "pods", "isGateway": true,
+ "hairpinMode": true, "ipam": {"type": "host-local", "dataDir": "$run/ipam", "ranges": [[{"subnet": "10.244.0.0/24"}]],
+ "routes": [{"dst": "0.0.0.0/0"}]}}]}
+T
+{
+  echo "10.96.0.1 kubernetes.default.svc.cluster.local"
+  for engine in $ENGINES; do echo "$engine main-agents.colchis.svc.cluster.local"; done
+} > $run/hosts
+start dnsmasq dnsmasq --keep-in-foreground --no-resolv --no-hosts --addn-hosts=$run/hosts --local=/cluster.local/ \
+  --listen-address=$host --bind-interfaces --user=root --pid-file=
+
+start etcd etcd --data-dir $run/etcd --unsafe-no-fsync --listen-client-urls http://127.0.0.1:2379 \
+  --advertise-client-urls http://127.0.0.1:2379 --listen-peer-urls http://127.0.0.1:2380
+start store env AWS_ACCESS_KEY_ID="$ACCESS_KEY" AWS_SECRET_ACCESS_KEY="$SECRET_KEY" weed mini -dir="$STATE/store" \
+  -ip=$host -ip.bind=$host -master.telemetry=false -webdav=false -admin.ui=false -s3.port.iceberg=0 -s3.port.lance=0 \
+  -bucket=colchis
+
+# oom scores and open files: what a root without CAP_SYS_RESOURCE may have
+cat > $run/containerd.toml << T
+version = 2
+root = "$STATE/containerd"
+state = "$run/containerd"
+[grpc]
+  address = "$run/containerd.sock"
+[plugins."io.containerd.grpc.v1.cri"]
+  sandbox_image = "$PAUSE_IMAGE"
+  restrict_oom_score_adj = true
+  [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
+    runtime_type = "io.containerd.runc.v2"
+    [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]
+      SystemdCgroup = false
+  [plugins."io.containerd.grpc.v1.cri".cni]
+    bin_dir = "/usr/lib/cni"
+    conf_dir = "$run/cni"
+T
+start containerd containerd -c $run/containerd.toml
+ctr() { command ctr -a $run/containerd.sock -n k8s.io "$@"; }
+
+start apiserver kube-apiserver --etcd-servers=http://127.0.0.1:2379 --bind-address=$host --advertise-address=$host \
+  --service-cluster-ip-range=10.96.0.0/16 --authorization-mode=Node,RBAC --enable-admission-plugins=NodeRestriction \
+  --allow-privileged=true --client-ca-file="$pki/ca.crt" --tls-cert-file="$pki/server.crt" \
+  --tls-private-key-file="$pki/server.key" --service-account-issuer=https://kubernetes.default.svc.cluster.local \
+  --service-account-key-file="$pki/accounts.pub" --service-account-signing-key-file="$pki/accounts.key" \
+  --kubelet-preferred-address-types=InternalIP --kubelet-client-certificate="$pki/server.crt" \
+  --kubelet-client-key="$pki/server.key"
+
+# Images, once for each set of them; containers of an earlier cluster have no pods any more.
+until_true containerd ctr version
+ctr containers ls -q | xargs -r -n 1 command ctr -a $run/containerd.sock -n k8s.io containers rm
+if [ "$(cat "$STATE/containerd/imported" 2> /dev/null)" != "$IMAGES" ]; then
+  for archive in "$IMAGES"/*.tar; do ctr image import --no-unpack=false "$archive"; done > "$STATE/logs/import.log" 2>&1
+  echo "$IMAGES" > "$STATE/containerd/imported"
+fi
+for name in $STAGE_NAMES; do ctr image tag --force "$STAGE_IMAGE" "$name" > /dev/null; done
+
+for group in cpu cpuacct cpuset memory devices freezer blkio pids systemd; do mkdir -p /sys/fs/cgroup/$group/colchis-test; done
+for file in cpus mems; do
+  cat /sys/fs/cgroup/cpuset/cpuset.$file > /sys/fs/cgroup/cpuset/colchis-test/cpuset.$file
+done
+cat > $run/kubelet.yaml << T
+apiVersion: kubelet.config.k8s.io/v1beta1
+kind: KubeletConfiguration
+address: $host
+authentication: {anonymous: {enabled: false}, webhook: {enabled: true}, x509: {clientCAFile: $pki/ca.crt}}
+authorization: {mode: Webhook}
+tlsCertFile: $pki/server.crt
+tlsPrivateKeyFile: $pki/server.key
+containerRuntimeEndpoint: unix://$run/containerd.sock
+cgroupDriver: cgroupfs
+cgroupRoot: /colchis-test
+failCgroupV1: false
+failSwapOn: false
+featureGates: {KubeletInUserNamespace: true}
+maxOpenFiles: 16384
+clusterDomain: cluster.local
+clusterDNS: [$host]
+podLogsDir: $STATE/podlogs
+imageGCHighThresholdPercent: 100
+evictionHard: {memory.available: 100Mi, nodefs.available: 1%, imagefs.available: 1%}
+T
+cat > $run/proxy.yaml << T
+apiVersion: kubeproxy.config.k8s.io/v1alpha1
+kind: KubeProxyConfiguration
+bindAddress: 127.0.0.1
+mode: iptables
+clusterCIDR: 10.244.0.0/16
+clientConnection: {kubeconfig: $pki/proxy.conf}
+conntrack: {maxPerCore: 0, min: 0, tcpEstablishedTimeout: 0s, tcpCloseWaitTimeout: 0s}
+T
+
+# Not before the API is ready: the controller manager ends when the bootstrap of RBAC is not done.
+until_true "the API server" kubectl get --raw /readyz
+as() {
+  echo "--kubeconfig=$pki/$1.conf --authentication-kubeconfig=$pki/$1.conf --authorization-kubeconfig=$pki/$1.conf" \
+    "--bind-address=127.0.0.1 --leader-elect=false"
+}
+# shellcheck disable=SC2046
+start controller-manager kube-controller-manager $(as controller-manager) --use-service-account-credentials=true \
+  --service-account-private-key-file="$pki/accounts.key" --root-ca-file="$pki/ca.crt"
+# shellcheck disable=SC2046
+start scheduler kube-scheduler $(as scheduler)
+rm -rf "$STATE/kubelet/pods"
+start kubelet kubelet --config=$run/kubelet.yaml --kubeconfig="$pki/node.conf" --hostname-override=node --node-ip=$host \
+  --root-dir="$STATE/kubelet" --cert-dir=$run/kubelet-pki
+start proxy kube-proxy --config=$run/proxy.yaml --hostname-override=node
+
+for crd in "$CRDS"/*.json; do
+  kubectl create --raw /apis/apiextensions.k8s.io/v1/customresourcedefinitions -f "$crd" || exit 1
+done > "$STATE/logs/crds.log"
+kubectl wait --for=condition=Established --timeout=90s crd --all > /dev/null || exit 1
+kubectl create namespace colchis > /dev/null
+until_true "the default service account" kubectl -n colchis get serviceaccount default
+kubectl -n colchis create secret generic colchis-store --from-env-file="$STATE/store.env" > /dev/null || exit 1
+sed "s|ENVIRONMENT_FOLDER|$STATE/environment|" "$HARNESS/install.yaml" | kubectl apply -f - > "$STATE/logs/install.log" || exit 1
+
+start argo env KUBECONFIG="$pki/argo-controller.conf" LEADER_ELECTION_DISABLE=true DEFAULT_REQUEUE_TIME=200ms \
+  workflow-controller --kubeconfig "$pki/argo-controller.conf" --namespaced -n colchis --qps 100 --burst 200 \
+  --executor-image "$ARGOEXEC_IMAGE" --executor-image-pull-policy IfNotPresent --loglevel warn
+kubectl wait --for=condition=Ready --timeout=90s node/node > /dev/null || exit 1
+echo ready >&4
+exec 4>&-
+while :; do
+  sleep infinity &
+  wait $!
+done

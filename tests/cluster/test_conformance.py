@@ -1,0 +1,32 @@
+"""The conformance table on a real controller: what the interpreter is held to is what Argo does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.cluster.client import Cluster
+from tests.cluster.overlay import with_security
+from tests.conformance.table import Case, check, load_cases
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+CASES = [case for case in load_cases() if case.refused is None]
+
+
+@pytest.fixture(scope="module")
+def statuses(cluster: Cluster) -> dict[str, Any]:
+    """All cases at once: a pod's life is mostly waiting."""
+    names = {case.name: cluster.create(with_security(case.workflow)) for case in CASES}
+    successors = [name for case in CASES for name in case.expect.get("successors", {})]
+    ended = cluster.wait([*names.values(), *successors], deadline_s=600)
+    return {**{case: ended[name] for case, name in names.items()}, **{name: ended[name] for name in successors}}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_controller_does_what_the_table_says(case: Case, statuses: dict[str, Any]) -> None:
+    """Catches a row of the table, and so a rule of the interpreter, that a real controller does not follow."""
+    status = statuses[case.name]
+    assert check(case, status["nodes"], status["phase"], status.get("message")) == []
+    assert {n: statuses[n]["phase"] for n in case.expect.get("successors", {})} == case.expect.get("successors", {})

@@ -1,6 +1,6 @@
 """Checks manifests before a cluster sees them: a closed schema, and what neither a schema nor the API server checks.
 
-    python -m colchis.workflows.lint FILE...
+    colchis lint FILE...
 
 A finding names the file, the template, the field and what to do. `lint` finds nothing in what `render` writes.
 """
@@ -8,7 +8,6 @@ A finding names the file, the template, the field and what to do. `lint` finds n
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +18,7 @@ from typing import Any
 import jsonschema
 import yaml
 
+from colchis.components.errors import BadConfig
 from colchis.workflows import lint_pods, lint_tags
 from colchis.workflows.documents import Document, misreadable, parse, read, repeated_keys
 from colchis.workflows.program import RECURSION_MARK, Call, Program, Template
@@ -63,6 +63,22 @@ def lint(documents: Iterable[Document]) -> list[Finding]:
             malformed = list(_schema_findings(document))
             findings += malformed or _program_findings(Program(document, library))
     return findings
+
+
+def lint_files(paths: Iterable[Path]) -> list[Finding]:
+    """Findings of files, and of the `*.yaml` in folders. BadConfig when one cannot be read."""
+    documents: list[Document] = []
+    findings: list[Finding] = []
+    for path in (file for p in paths for file in (sorted(p.rglob("*.yaml")) if p.is_dir() else [p])):
+        try:
+            documents += read(path)
+        except OSError as error:
+            raise BadConfig(
+                f"cannot read {path}: {error.strerror}", hint="name a manifest or a folder of them"
+            ) from error
+        except yaml.YAMLError as error:
+            findings.append(Finding(str(path), "", "(document)", " ".join(str(error).split())))
+    return findings + lint(documents)
 
 
 def _yaml_findings(document: Document) -> Iterator[Finding]:
@@ -285,19 +301,3 @@ def _manifest_findings(program: Program, manifest: str) -> Iterator[Finding]:
 def _some(names: Iterable[str]) -> str:
     names = sorted(names)
     return ", ".join(names[:12]) + (" ..." if len(names) > 12 else "") if names else "none"
-
-
-def main(arguments: list[str]) -> int:
-    documents: list[Document] = []
-    for argument in arguments:
-        paths = sorted(Path(argument).rglob("*.yaml")) if Path(argument).is_dir() else [Path(argument)]
-        documents += [document for path in paths for document in read(path)]
-    findings = lint(documents)
-    for finding in findings:
-        print(finding)
-    print(f"{len(documents)} documents, {len(findings)} findings", file=sys.stderr)
-    return 65 if findings else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from colchis.workflows.documents import Document, parse
-from colchis.workflows.lint import DEPTH_BUDGET, SIZE_BUDGET_BYTES, Finding, lint
+from colchis.components.errors import BadConfig
+from colchis.workflows.documents import parse
+from colchis.workflows.lint import DEPTH_BUDGET, SIZE_BUDGET_BYTES, Finding, lint, lint_files
 
 HERE = Path(__file__).parent
 GOOD = (HERE / "good.yaml").read_text()
@@ -167,10 +168,15 @@ def test_keys_are_checked_too() -> None:
     assert [f.field for f in found] == ["data.on (the key)", "data.key"]
 
 
+def test_files_that_cannot_be_read_or_parsed_are_named(tmp_path: Path) -> None:
+    """Catches a lint that passes over what it could not read."""
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("a: [1\n")
+    assert [f.file for f in lint_files([tmp_path])] == [str(bad)]
+    with pytest.raises(BadConfig, match=r"missing\.yaml"):
+        lint_files([tmp_path / "missing.yaml"])
+
+
 def test_the_manifests_of_this_repository_have_no_findings() -> None:
     """Catches drift: what the product renders must pass its own lint."""
-    folder = HERE.parents[1] / "manifests"
-    documents: list[Document] = []
-    for path in sorted(folder.rglob("*.yaml")):
-        documents += parse(path.read_text(), str(path.relative_to(folder)))
-    assert list(map(str, lint(documents))) == []
+    assert list(map(str, lint_files([HERE.parents[1] / "manifests"]))) == []

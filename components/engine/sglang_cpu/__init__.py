@@ -1,0 +1,36 @@
+"""Real SGLang on a CPU, in an environment of its own: how it is built (`environment`) and started (`launch`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from colchis.components.engine.sglang_cpu import environment
+from colchis.components.errors import BadConfig
+
+LAUNCHER = Path(__file__).with_name("launch.py")
+
+
+def launch_command(
+    *,
+    model: Path,
+    port: int,
+    dtype: str = "float32",
+    total_tokens: int = 16384,
+    running_requests: int = 64,
+    weight_version: str = "none",
+) -> list[str]:
+    """Command line of a server on 127.0.0.1 that starts with the weights of `model`, under a label that is no version.
+
+    BadConfig when the environment has not been built: it takes minutes, so nobody builds it by accident.
+    """
+    python = environment.find()
+    if python is None:
+        raise BadConfig(
+            "the environment of SGLang has not been built", where=str(environment.folder()), hint="run `make sglang`"
+        )
+    return [
+        *(str(python), "-P", str(LAUNCHER), "--host", "127.0.0.1", "--port", str(port)),
+        *("--model-path", str(model), "--dtype", dtype, "--weight-version", weight_version),
+        *("--mem-fraction-static", "0.1", "--max-total-tokens", str(total_tokens)),
+        *("--max-running-requests", str(running_requests), "--enable-metrics"),
+    ]

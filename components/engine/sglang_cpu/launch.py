@@ -56,7 +56,7 @@ def declare_kernels() -> None:
 
 def declare_torchvision_operators() -> torch.library.Library:
     """Schemas that torchvision's CUDA build registers only beside a CUDA build of torch."""
-    library = torch.library.Library("torchvision", "FRAGMENT")
+    library: Any = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
     for operator in ("nms", "qnms"):
         library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     return library

@@ -1,0 +1,277 @@
+"""One activation, top to bottom: pause, load, prove, name, continue.
+
+The label of the engine (weight_version) is what every sampled token is believed by. So it never names a version that is
+not proven: while the weights change it says `unproven-N`, and it gets the number only when the engine's own checksums
+have been compared. Whatever dies in between leaves a label that no client accepts.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal
+
+from colchis.components.agent.engine import Engine, EngineChecksums, EngineFacts, PauseMode
+from colchis.components.agent.pause import PauseLease
+from colchis.components.agent.staging import Staged, Staging
+from colchis.components.errors import BadData, ColchisError, PeerUnavailable
+from colchis.components.weights.checksums import Prediction
+from colchis.components.weights.deadline import Deadline
+from colchis.components.weights.protocol import Activate, Activated
+
+CANARY_TOKENS = 16
+CANARY_TIMEOUT_S = 10.0
+CANARY_KEY = "colchis-canary"
+"""SGLang keeps caches of different extra_keys apart: no real prompt can share a prefix with the canary."""
+CONTINUE_GRACE_S = 5.0
+
+
+def unproven(version: int) -> str:
+    """The label while weights of a version are being loaded."""
+    return f"unproven-{version}"
+
+
+@dataclass(frozen=True)
+class Served:
+    """What an engine process was proven to serve."""
+
+    staged: Staged
+    start: str
+    """`EngineFacts.start` at the proof."""
+    checksum: str
+    """Over the engine's own tensors."""
+    proof: Activated
+
+
+@dataclass(frozen=True)
+class Before:
+    """The engine before the pause."""
+
+    facts: EngineFacts
+    checksums: EngineChecksums | None
+    """None when it has no weights."""
+    canary: list[int] | None
+    cached_tokens: int | None
+    """Of the canary, asked twice."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The engine after the load, proven."""
+
+    checksums: EngineChecksums
+    changed: bool | None
+    label: str
+    dirty: bool
+    seconds: float
+
+
+class ActivationFailed(Exception):
+    """Carries the error, and the version that the engine was proven to have kept."""
+
+    def __init__(self, error: ColchisError, kept: Served | None) -> None:
+        super().__init__(str(error))
+        self.error, self.kept = error, kept
+
+
+class Activation:
+    """Brings one prepared version into one engine. The caller holds the version's lock and runs one at a time.
+
+    `check_in` is called between two steps and raises when the agent is to stop.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        staging: Staging,
+        lease: PauseLease,
+        *,
+        live_path: str,
+        check_in: Callable[[], None],
+    ) -> None:
+        self.engine, self.staging, self.lease = engine, staging, lease
+        self.live_path = live_path
+        self.check_in = check_in
+
+    def run(self, staged: Staged, request: Activate, previous: Served | None, deadline: Deadline) -> Served:
+        """Raises a plain ColchisError while the engine is untouched, ActivationFailed from the pause on."""
+        manifest = staged.manifest
+        self._refuse_contradictions(staged, request.kind, previous)
+        digest_before = staged.digest
+        before = self._look(staged, previous, deadline)
+        prediction = staged.prediction if _predictable(before.facts, staged) else None
+
+        self.lease.take(deadline.left_s() + CONTINUE_GRACE_S)
+        paused_at = time.monotonic()
+        try:
+            loaded = self._load_and_prove(staged, request.pause, before, previous, prediction, deadline)
+        except ColchisError as error:
+            raise ActivationFailed(error, self._kept(before, previous)) from error
+        finally:
+            self._continue()
+        pause_s = time.monotonic() - paused_at
+
+        try:
+            cached_after = self._ask_canary(before.canary, deadline)
+            if cached_after:
+                raise BadData(
+                    f"{cached_after} tokens of a prompt were still cached after the flush: keys and values of the "
+                    "weights before",
+                    where=self.engine.url,
+                    hint="activate the version again",
+                )
+            digest_after = self.staging.reread(staged).digest
+        except ColchisError as error:
+            with suppress(ColchisError):  # an engine that cannot be told is not ready either way
+                self.engine.set_label(unproven(manifest.version), CONTINUE_GRACE_S)
+            raise ActivationFailed(error, None) from error
+        proof = Activated(
+            version=manifest.version,
+            previous=previous.staged.manifest.version if previous else None,
+            weights_digest=manifest.weights_digest,
+            pause_s=pause_s,
+            load_s=loaded.seconds,
+            predicted=prediction is not None,
+            checksums_equal=True if prediction else None,
+            checksums=len(loaded.checksums.tensors),
+            engine_checksum=loaded.checksums.whole,
+            changed=loaded.changed,
+            version_reported=loaded.label,
+            digest_before=digest_before,
+            digest_after=digest_after,
+            flush=True,
+            cached_tokens_before=before.cached_tokens,
+            cached_tokens_after=cached_after,
+            dirty_load=loaded.dirty,
+        )
+        return Served(staged, before.facts.start, loaded.checksums.whole, proof)
+
+    def _load_and_prove(
+        self,
+        staged: Staged,
+        mode: PauseMode,
+        before: Before,
+        previous: Served | None,
+        prediction: Prediction | None,
+        deadline: Deadline,
+    ) -> Loaded:
+        """What happens while the engine is paused. Its label is the version's number only if this returns."""
+        version = staged.manifest.version
+        self.engine.pause(mode, deadline.left_s())
+        self.engine.set_label(unproven(version), deadline.left_s())
+        self.staging.swap(staged)
+        self.check_in()
+        started = time.monotonic()
+        dirty = self.engine.load(self.live_path, unproven(version), deadline.left_s())
+        seconds = time.monotonic() - started
+        if dirty:  # new weights over old keys and values: only a retraction makes the flush possible
+            self.engine.pause("retract", deadline.left_s())
+        self.engine.flush(deadline.left_s())
+        self.check_in()
+
+        after = self.engine.checksums(deadline.left_s())
+        differing = prediction.differences(after.tensors) if prediction else []
+        changed = None if before.checksums is None else after.whole != before.checksums.whole
+        self._refuse_wrong_weights(staged, differing, changed, previous)
+        if self.engine.facts(deadline.left_s()).start != before.facts.start:
+            raise PeerUnavailable("the engine restarted during the activation", where=self.engine.url)
+        self.engine.set_label(str(version), deadline.left_s())
+        label = self.engine.facts(deadline.left_s()).label
+        if label != str(version):
+            raise BadData(f"the engine calls itself '{label}' after it was told '{version}'", where=self.engine.url)
+        return Loaded(after, changed, label, dirty, seconds)
+
+    def _continue(self) -> None:
+        """A fresh deadline: the engine must continue also when the activation's own has passed."""
+        try:
+            self.lease.end(Deadline(CONTINUE_GRACE_S))
+        except ColchisError as error:
+            raise ActivationFailed(error, None) from error
+
+    def _refuse_contradictions(self, staged: Staged, kind: Literal["full", "same"], previous: Served | None) -> None:
+        manifest = staged.manifest
+        if kind != manifest.kind:
+            raise BadData(f"weights v{manifest.version} are of kind '{manifest.kind}', activate asks for '{kind}'")
+        base = previous.staged.manifest if previous else None
+        follows = base is not None and (base.run, base.version) == (manifest.run, manifest.base_version)
+        if kind == "same" and base is not None and follows and base.weights_digest != manifest.weights_digest:
+            raise BadData(
+                f"weights v{manifest.version} are said to be the same as v{base.version}, but their digests are "
+                f"{manifest.weights_digest[:12]} and {base.weights_digest[:12]}",
+                hint="the train commit contradicts itself",
+            )
+
+    def _look(self, staged: Staged, previous: Served | None, deadline: Deadline) -> Before:
+        facts = self.engine.facts(deadline.left_s())
+        try:
+            checksums = self.engine.checksums(deadline.left_s())
+        except (BadData, PeerUnavailable):
+            checksums = None  # an engine that waits for its first weights has none to report
+        canary, cached = None, None
+        if previous is not None and (vocabulary := min(staged.vocabulary, previous.staged.vocabulary)) > 1:
+            canary = random.choices(range(vocabulary), k=CANARY_TOKENS)
+            self._ask_canary(canary, deadline)
+            cached = self._ask_canary(canary, deadline)
+        return Before(facts, checksums, canary, cached)
+
+    def _ask_canary(self, canary: list[int] | None, deadline: Deadline) -> int | None:
+        """Cached tokens of the canary; None when a busy engine doesn't get to it."""
+        if canary is None:
+            return None
+        timeout_s = min(CANARY_TIMEOUT_S, deadline.left_s())
+        try:
+            answer = self.engine.generate(canary, logprobs=False, extra_key=CANARY_KEY, timeout_s=timeout_s)
+        except PeerUnavailable:
+            return None
+        return answer.cached_tokens
+
+    def _refuse_wrong_weights(
+        self, staged: Staged, differing: list[str], changed: bool | None, previous: Served | None
+    ) -> None:
+        manifest = staged.manifest
+        if differing:
+            raise BadData(
+                f"{len(differing)} of the engine's tensors are not those of weights v{manifest.version}, "
+                f"first '{differing[0]}'",
+                where=self.engine.url,
+                hint="the engine loaded something else: see its log, then activate again",
+            )
+        if changed is not None and previous is not None:
+            expected = previous.staged.manifest.weights_digest != manifest.weights_digest
+            if changed != expected:
+                raise BadData(
+                    f"from v{previous.staged.manifest.version} to v{manifest.version} the engine's tensors "
+                    f"{'changed' if changed else 'did not change'}, but the commits say that they "
+                    f"{'do' if expected else 'do not'}",
+                    where=self.engine.url,
+                    hint="the engine did not load what it was given",
+                )
+
+    def _kept(self, before: Before, previous: Served | None) -> Served | None:
+        """The version before, if the engine's tensors are provably still its; it gets its name back then."""
+        if previous is None:
+            return None
+        grace = Deadline(CONTINUE_GRACE_S)
+        try:
+            if self.engine.checksums(grace.left_s()).whole != previous.checksum:
+                return None
+            if self.engine.facts(grace.left_s()).start != before.facts.start:
+                return None
+            self.staging.swap(previous.staged)
+            self.engine.set_label(str(previous.staged.manifest.version), grace.left_s())
+        except ColchisError:
+            return None  # not proven; the error that brought us here is the one to report
+        return previous
+
+
+def _predictable(facts: EngineFacts, staged: Staged) -> bool:
+    """Whether this engine hashes its tensors in the way that the prediction assumes."""
+    return (
+        staged.prediction is not None
+        and facts.device == "cpu"
+        and facts.tensor_parallel == 1
+        and facts.dtype == staged.prediction.dtype
+    )

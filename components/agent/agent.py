@@ -1,0 +1,360 @@
+"""The agent of one engine: what it is asked to do, and what it can prove about the engine at any moment."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from colchis.components.agent.activation import Activation, ActivationFailed, Served
+from colchis.components.agent.engine import Engine, EngineFacts
+from colchis.components.agent.pause import PauseLease
+from colchis.components.agent.staging import Staging
+from colchis.components.errors import BadConfig, BadData, ColchisError, PeerUnavailable, Temporary
+from colchis.components.logs import event
+from colchis.components.records.run import Serving
+from colchis.components.store import Store, StoreSettings, keys
+from colchis.components.weights.deadline import Deadline
+from colchis.components.weights.fetch import TransferSummary
+from colchis.components.weights.protocol import (
+    Activate,
+    Activated,
+    EngineState,
+    FetchedObject,
+    Prepare,
+    Prepared,
+    Probe,
+    Probed,
+    Status,
+    Verified,
+    Verify,
+)
+
+log = logging.getLogger(__name__)
+
+FRESH_S = 1.0
+"""A look that found the engine ready answers all questions that come within this time."""
+NOT_READY_FRESH_S = 0.1
+"""The same for a look that did not: somebody waits for the change."""
+STORE_DEADLINE_S = 3.0
+UNDO_S = 2.0
+
+
+@dataclass(frozen=True)
+class AgentSettings:
+    """What an agent is started with."""
+
+    engine_url: str
+    engine_id: str
+    staging: Path
+    pool: str | None = None
+    engine_staging: str | None = None
+    """The staging folder as the engine sees it, when it is mounted elsewhere there."""
+    engine_key: str | None = None
+    engine_admin_key: str | None = None
+    budget_bytes: int | None = None
+    """Most bytes of staged versions; None: what the disk has."""
+
+
+@dataclass(frozen=True)
+class View:
+    """The engine at one moment."""
+
+    state: EngineState
+    reason: str | None
+    """Why it is not ready; None: it is."""
+    start: str | None = None
+    served: Served | None = None
+
+    @property
+    def ready(self) -> bool:
+        return self.reason is None
+
+
+class Agent:
+    """Thread-safe. The version that `status` shows is one that an agent proved for this very process of the engine."""
+
+    def __init__(self, settings: AgentSettings, store: StoreSettings) -> None:
+        self.settings = settings
+        self.boot_id = uuid.uuid4().hex
+        self.store = Store(store)
+        self._quick_store = Store(store, deadline_s=STORE_DEADLINE_S)
+        self.engine = Engine(settings.engine_url, key=settings.engine_key, admin_key=settings.engine_admin_key)
+        self.staging = Staging(settings.staging, budget_bytes=settings.budget_bytes)
+        self.lease = PauseLease(self.engine, self.staging.folder)
+        self._record = self.staging.folder / "served.json"
+        self._engine_lock = threading.Lock()
+        self._activating = threading.Event()
+        self._stopping = threading.Event()
+        self._served: Served | None = None
+        self._previous: Served | None = None
+        self._failure: str | None = None
+        self._view_lock = threading.Lock()
+        self._view: tuple[float, View] | None = None
+        for place in self.staging.crashed:
+            log.warning("a fetch of weights %s was cut off by a crash; what it left was removed", place)
+        self.lease.start_watchdog()
+        if self.lease.is_open():
+            log.warning("an agent died while the engine was paused; the engine continues")
+            with suppress(PeerUnavailable, BadData):  # asked again with every look at the engine
+                self.lease.end(Deadline(UNDO_S))
+
+    # What it is asked to do
+
+    def prepare(self, request: Prepare) -> Prepared:
+        """Boundary 3: fetch a version and verify it as it lies on the disk. Idempotent."""
+        deadline, started = Deadline(request.deadline_s), time.monotonic()
+        keep = {served.staged.place for served in (self._served, self._previous) if served}
+        with self.staging.locked(request.run, request.version, deadline):
+            staged, repeated = self.staging.fill(self.store, request.run, request.version, keep, deadline)
+        summary = TransferSummary.of(staged.transfers)
+        event(log, "prepared", run=request.run, version=request.version, bytes=summary.bytes, repeated=repeated)
+        return Prepared(
+            version=request.version,
+            weights_digest=staged.digest,
+            bytes=summary.bytes,
+            seconds=time.monotonic() - started,
+            mb_per_s=summary.mb_per_s,
+            p95_s=summary.p95_s,
+            retries=summary.retries,
+            objects=[
+                FetchedObject(key=t.key, bytes=t.bytes, seconds=t.seconds, retries=t.retries, reused=t.reused)
+                for t in staged.transfers
+            ],
+            repeated=repeated,
+        )
+
+    def verify(self, request: Verify) -> Verified:
+        """Boundary 2: read the staged copy again under its lock."""
+        deadline, started = Deadline(request.deadline_s), time.monotonic()
+        with self.staging.locked(request.run, request.version, deadline):
+            staged = self.staging.reread(self.staging.require(request.run, request.version))
+        return Verified(
+            version=request.version,
+            weights_digest=staged.digest,
+            tensors=len(staged.manifest.tensors),
+            bytes=staged.manifest.tensor_bytes(),
+            seconds=time.monotonic() - started,
+        )
+
+    def activate(self, request: Activate) -> Activated:
+        """Boundaries 4 and 5. The engine continues on every path; on a failure it is not ready, and says why."""
+        deadline = Deadline(request.deadline_s)
+        with self._one_activation(deadline), self.staging.locked(request.run, request.version, deadline):
+            staged = self.staging.require(request.run, request.version)
+            previous = self._served_by(self.engine.facts())
+            if previous is not None and previous.staged == staged and self._failure is None:
+                return previous.proof.model_copy(update={"repeated": True})
+            if not self.staging.unchanged(staged):
+                self.staging.reread(staged)
+            activation = Activation(
+                self.engine,
+                self.staging,
+                self.lease,
+                live_path=f"{self.settings.engine_staging or self.staging.folder}/{self.staging.live.name}",
+                check_in=self._check_in,
+            )
+            self._forget()
+            try:
+                served = activation.run(staged, request, previous, deadline)
+            except ActivationFailed as failure:
+                self._failure = str(failure.error)
+                self._remember(failure.kept)
+                event(log, "activation failed", version=request.version, reason=self._failure)
+                raise failure.error from failure
+            except ColchisError:
+                self._remember(previous)  # refused before the engine was touched
+                raise
+            self._failure = None
+            if previous is not None and previous.staged.place != staged.place:
+                self._previous = previous
+            self._remember(served)
+            event(log, "activated", run=request.run, version=request.version, pause_s=round(served.proof.pause_s, 4))
+            return served.proof
+
+    def probe(self, request: Probe) -> Probed:
+        """Log-probabilities of given tokens from the engine itself, ready or not."""
+        deadline, started = Deadline(request.deadline_s), time.monotonic()
+        with self._exclusive(deadline):
+            served = self._served_by(self.engine.facts())
+        if served is None:
+            raise BadData("the engine serves no version that could be probed", hint="activate one first")
+        if (largest := max(request.token_ids)) >= served.staged.vocabulary or min(request.token_ids) < 0:
+            raise BadData(f"token id {largest} is outside the vocabulary of {served.staged.vocabulary}")
+        answer = self.engine.generate(request.token_ids, logprobs=True, extra_key=None, timeout_s=deadline.left_s())
+        logprobs = [value for value in answer.prompt_logprobs[1:] if value is not None]
+        if answer.prompt_token_ids != request.token_ids or len(logprobs) != len(request.token_ids) - 1:
+            raise BadData("the engine answered log-probabilities of other tokens than it was asked", where="/generate")
+        return Probed(
+            version=served.staged.manifest.version,
+            weight_version=answer.weight_version,
+            logprobs=logprobs,
+            cached_tokens=served.proof.cached_tokens_after,
+            cached_tokens_before=served.proof.cached_tokens_before,
+            seconds=time.monotonic() - started,
+        )
+
+    # What it knows
+
+    def status(self) -> Status:
+        """A fresh look, at most FRESH_S old."""
+        view = self.view()
+        manifest = view.served.staged.manifest if view.served else None
+        return Status(
+            engine_id=self.settings.engine_id,
+            engine_url=self.settings.engine_url,
+            pool=self.settings.pool,
+            state=view.state,
+            version=manifest.version if manifest else None,
+            run=manifest.run if manifest else None,
+            weights_digest=manifest.weights_digest if manifest else None,
+            reason=view.reason,
+            prepared=self.staging.versions(),
+            ready=view.ready,
+            boot_id=self.boot_id,
+            engine_start=view.start,
+            pause_lease_s=self.lease.left_s(),
+        )
+
+    def view(self) -> View:
+        """State and readiness; one look answers all who ask within a moment."""
+        with self._view_lock:
+            now = time.monotonic()
+            if self._view is None or now - self._view[0] > (FRESH_S if self._view[1].ready else NOT_READY_FRESH_S):
+                self._view = (now, self._look())
+            return self._view[1]
+
+    def stop(self) -> None:
+        """The agent is to end: undo a pause now; an activation under way gives up at its next step.
+
+        The lease stays open until that activation ends it, so the watchdog undoes what it may still do.
+        """
+        self._stopping.set()
+        if self.lease.is_open():
+            try:
+                self.engine.resume(UNDO_S)
+            except ColchisError as error:
+                log.error("the pause could not be undone, the watchdog goes on trying: %s", error)
+
+    def close(self) -> None:
+        """Free the staging folder; the watchdog undoes a pause that is still open."""
+        self.lease.close()
+        self.engine.close()
+        self.staging.close()
+
+    def _look(self) -> View:
+        under_way = View(EngineState.ACTIVATING, "an activation is under way")
+        if self._activating.is_set() or not self._engine_lock.acquire(timeout=STORE_DEADLINE_S):
+            return under_way
+        try:
+            if self.lease.is_open():
+                self.lease.end(Deadline(0))
+            facts = self.engine.facts()
+            served = self._served_by(facts)
+        except ColchisError as error:
+            return View(EngineState.UNREACHABLE, str(error))
+        finally:
+            self._engine_lock.release()
+        if self._failure is not None:
+            return View(EngineState.FAILED, self._failure, facts.start, served)
+        if served is None:
+            return View(EngineState.EMPTY, f"serves no version of ours (its label is '{facts.label}')", facts.start)
+        return View(EngineState.SERVING, self._undeclared(served), facts.start, served)
+
+    def _served_by(self, facts: EngineFacts) -> Served | None:
+        """What this process of the engine was proven to serve. A restarted engine has lost it."""
+        if self._served is None and self._record.exists():
+            self._adopt(facts)
+        served = self._served
+        if served is not None and (facts.start != served.start or facts.label != str(served.staged.manifest.version)):
+            event(log, "the engine lost its version", label=facts.label, version=served.staged.manifest.version)
+            self._forget()
+            self._failure = None
+        return self._served
+
+    def _undeclared(self, served: Served) -> str | None:
+        """Why the version is not the one that the run declares, when the store says so."""
+        manifest = served.staged.manifest
+        try:
+            found = self._quick_store.find(keys.serving(manifest.run))
+        except (PeerUnavailable, BadConfig) as error:
+            log.warning("readiness goes by the engine alone: %s", error)
+            return None
+        if found is None:
+            return None
+        try:
+            declared = Serving.model_validate_json(found.data).version
+        except ValidationError as error:
+            return f"{keys.serving(manifest.run)} is not a serving record: {error.errors()[0]['msg']}"
+        if declared != manifest.version:
+            return f"serves v{manifest.version}, run '{manifest.run}' declares v{declared}"
+        return None
+
+    def _adopt(self, facts: EngineFacts) -> None:
+        """After a restart of the agent: believe the engine if its own tensors prove what the last agent wrote."""
+        try:
+            record = json.loads(self._record.read_bytes())
+            proof = Activated.model_validate(record["proof"])
+            run, version = str(record["run"]), proof.version
+            if record["start"] != facts.start or facts.label != str(version):
+                raise BadData(f"the engine is not the one that v{version} was activated in")
+            with self.staging.locked(run, version, Deadline(0)):
+                staged = self.staging.require(run, version)
+            if self.engine.checksums(STORE_DEADLINE_S).whole != proof.engine_checksum:
+                raise BadData(f"the engine's tensors are not those of v{version} any more")
+        except (ColchisError, OSError, ValueError, KeyError) as error:
+            log.warning("what the last agent served is not taken over: %s", error)
+            self._record.unlink(missing_ok=True)
+            return
+        self._served = Served(staged, facts.start, proof.engine_checksum, proof)
+
+    def _remember(self, served: Served | None) -> None:
+        self._served = served
+        if served is None:
+            return
+        record = {
+            "run": served.staged.manifest.run,
+            "start": served.start,
+            "proof": served.proof.model_dump(mode="json"),
+        }
+        written = self._record.with_suffix(".new")
+        written.write_text(json.dumps(record))
+        written.replace(self._record)
+
+    def _forget(self) -> None:
+        self._served = None
+        self._record.unlink(missing_ok=True)
+
+    def _check_in(self) -> None:
+        if self._stopping.is_set():
+            raise Temporary("the agent is terminating; the activation was given up", hint="activate again")
+
+    @contextmanager
+    def _one_activation(self, deadline: Deadline) -> Iterator[None]:
+        self._check_in()
+        with self._exclusive(deadline):
+            self._activating.set()
+            try:
+                yield
+            finally:
+                self._activating.clear()
+                with self._view_lock:
+                    self._view = None
+
+    @contextmanager
+    def _exclusive(self, deadline: Deadline) -> Iterator[None]:
+        """Nobody else changes the engine, or what is believed of it."""
+        if not self._engine_lock.acquire(timeout=deadline.left_s()):
+            raise PeerUnavailable(f"another call worked on the engine for {deadline.seconds:g} s")
+        try:
+            yield
+        finally:
+            self._engine_lock.release()

@@ -1,0 +1,186 @@
+"""The engine as its agent sees it: SGLang's control routes, each with a deadline and with its answer read in full."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import httpx
+
+from colchis.components.errors import BadData, PeerUnavailable
+
+PROBE_TIMEOUT_S = 3.0
+"""For questions that an idle engine answers in milliseconds."""
+DIRTY = "cache was not flushed"
+"""SGLang's 400 that means: the weights are the new ones, and keys and values of the old ones are still there."""
+
+PauseMode = Literal["retract", "abort"]
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What the engine says about itself."""
+
+    start: str
+    """Differs between two starts of the engine; empty where an engine offers nothing to tell them apart."""
+    label: str
+    """Its weight_version: a free text that anybody may have set."""
+    dtype: str
+    device: str
+    tensor_parallel: int
+
+
+@dataclass(frozen=True)
+class EngineChecksums:
+    """What /weights_checker reported."""
+
+    tensors: dict[str, str]
+    """Tensor name -> hash, of the first rank."""
+    whole: str
+    """Over all tensors of all ranks."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One generated answer, as far as a probe needs it."""
+
+    prompt_logprobs: list[float | None]
+    """Of every prompt token; the first has none."""
+    prompt_token_ids: list[int]
+    cached_tokens: int
+    weight_version: str
+
+
+class Engine:
+    """Client of one engine. Every method raises PeerUnavailable when there is no answer in time, BadData on a refusal.
+
+    `key` opens /generate and the reading routes, `admin_key` the controlling ones (SGLang keeps them apart when both
+    are set).
+    """
+
+    def __init__(self, url: str, *, key: str | None = None, admin_key: str | None = None) -> None:
+        self.url = url.rstrip("/")
+        self.key, self.admin_key = key, admin_key or key
+        self._client = httpx.Client(base_url=self.url, limits=httpx.Limits(max_keepalive_connections=4))
+
+    def close(self) -> None:
+        self._client.close()
+
+    def facts(self, timeout_s: float = PROBE_TIMEOUT_S) -> EngineFacts:
+        """Identity, label, type and placement."""
+        info = self._read("/server_info", timeout_s)
+        live = self._read("/model_info", timeout_s)
+        # An SGLang process keeps its seed, drawn at the start, and the measured durations of that start.
+        marks = [info.get(field) for field in ("start_id", "startup_time", "random_seed")]
+        embedded = info.get("engine") == "colchis-embedded"
+        return EngineFacts(
+            start=json.dumps(marks, sort_keys=True) if any(mark is not None for mark in marks) else "",
+            label=str(live.get("weight_version")),
+            dtype=str(info.get("dtype")),
+            device=str(info.get("device", "cpu" if embedded else "unknown")),
+            tensor_parallel=int(info.get("tp_size", 1)),
+        )
+
+    def checksums(self, timeout_s: float) -> EngineChecksums:
+        """Hashes of the engine's own tensors, also while it is paused. BadData when it has no weights yet."""
+        body = self._order("/weights_checker", {"action": "checksum"}, timeout_s)
+        ranks = body.get("ranks") or []
+        if not ranks or not ranks[0].get("checksums"):
+            raise BadData(f"engine {self.url} reports no checksums", where="/weights_checker")
+        return EngineChecksums(dict(ranks[0]["checksums"]), str(body.get("per_engine_checksum")))
+
+    def pause(self, mode: PauseMode, timeout_s: float) -> None:
+        """Stop generating. `retract`: requests in flight wait with their tokens; `abort`: they end."""
+        self._order("/pause_generation", {"mode": mode}, timeout_s)
+
+    def resume(self, timeout_s: float) -> None:
+        """Generate again; harmless when nothing is paused."""
+        self._order("/continue_generation", {}, timeout_s)
+
+    def load(self, folder: str, label: str, timeout_s: float) -> bool:
+        """Load a folder that is local to the engine and flush its cache, under a label.
+
+        True: loaded, but the cache was not flushed. BadData: refused, and the engine says that it kept its weights.
+        """
+        order = {"model_path": folder, "weight_version": label, "flush_cache": True, "abort_all_requests": False}
+        try:
+            self._order("/update_weights_from_disk", order, timeout_s)
+        except BadData as refusal:
+            if DIRTY in refusal.what:
+                return True
+            raise
+        return False
+
+    def set_label(self, label: str, timeout_s: float) -> None:
+        """Change the weight_version, and nothing else."""
+        self._order("/update_weight_version", {"new_version": label, "abort_all_requests": False}, timeout_s)
+
+    def flush(self, timeout_s: float) -> None:
+        """Empty the prefix cache; the engine must be idle or paused by retraction."""
+        response = self._send("POST", "/flush_cache", None, timeout_s, self.admin_key)
+        if response.status_code != 200:
+            raise BadData(f"engine {self.url} did not flush its cache: {response.text[:200]}", where="/flush_cache")
+
+    def generate(self, token_ids: Sequence[int], *, logprobs: bool, extra_key: str | None, timeout_s: float) -> Answer:
+        """One greedy token after `token_ids`; with the prompt's log-probabilities at temperature 1 if asked for.
+
+        Token ids must be inside the vocabulary: SGLang ends on others.
+        """
+        body: dict[str, Any] = {
+            "input_ids": list(token_ids),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0, "top_k": 1},
+        }
+        if logprobs:
+            body.update(return_logprob=True, logprob_start_len=0)
+        if extra_key is not None:
+            body.update(extra_key=extra_key)
+        answer = self._json(self._send("POST", "/generate", body, timeout_s, self.key), "/generate")
+        meta = answer.get("meta_info") or {}
+        if (meta.get("finish_reason") or {}).get("type") == "abort":
+            raise PeerUnavailable(f"engine {self.url} aborted a probe", where="/generate", hint="ask again")
+        rows = meta.get("input_token_logprobs") or []
+        if any(value is not None and not math.isfinite(value) for value, *_ in rows):
+            raise BadData(f"engine {self.url} answers log-probabilities that are not finite", where="/generate")
+        return Answer(
+            prompt_logprobs=[None if value is None else float(value) for value, *_ in rows],
+            prompt_token_ids=[int(row[1]) for row in rows],
+            cached_tokens=int(meta.get("cached_tokens", 0)),
+            weight_version=str(meta.get("weight_version")),
+        )
+
+    def _read(self, path: str, timeout_s: float) -> dict[str, Any]:
+        return self._json(self._send("GET", path, None, timeout_s, self.key), path)
+
+    def _order(self, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        answer = self._json(self._send("POST", path, body, timeout_s, self.admin_key), path)
+        if answer.get("success", True) is not True:
+            raise BadData(f"engine {self.url} refused: {answer.get('message')}", where=path)
+        return answer
+
+    def _send(self, method: str, path: str, body: object, timeout_s: float, key: str | None) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        timeout = httpx.Timeout(max(timeout_s, 0.001), connect=min(5.0, max(timeout_s, 0.001)))
+        try:
+            return self._client.request(method, path, json=body, headers=headers, timeout=timeout)
+        except httpx.TimeoutException as e:
+            raise PeerUnavailable(f"engine {self.url} did not answer within {timeout_s:.1f} s", where=path) from e
+        except httpx.HTTPError as e:
+            raise PeerUnavailable(
+                f"engine {self.url} cannot be reached: {e}", where=path, hint="it is starting, or it ended: see its log"
+            ) from e
+
+    def _json(self, response: httpx.Response, path: str) -> dict[str, Any]:
+        status, text = response.status_code, response.text
+        try:
+            body = response.json()
+        except ValueError:
+            body = None
+        if status in (502, 503, 504):
+            raise PeerUnavailable(f"engine {self.url} answers {status}: {text[:200]}", where=path)
+        if status != 200 or not isinstance(body, dict):
+            message = body.get("message") or body.get("error") if isinstance(body, dict) else None
+            raise BadData(f"engine {self.url} answers {status}: {message or text[:300]}", where=path)
+        return body

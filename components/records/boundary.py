@@ -1,0 +1,59 @@
+"""The record of one boundary of a reload at one engine: what was proven, and by which numbers."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any, Literal
+
+from pydantic import Field
+
+from colchis.components.records.run import Record, now
+
+
+class Boundary(IntEnum):
+    """The five places where new weights can stop being the trainer's weights without anybody noticing."""
+
+    STORE = 1
+    """Trainer weights complete in the store."""
+    BUFFER = 2
+    """The agent's staging buffer, read under its one-writer lock: digest before = after = commit."""
+    TRANSFER = 3
+    """Bytes moved from the store to the engine's disk."""
+    LOAD = 4
+    """The engine's own tensors are the commit's."""
+    CACHE = 5
+    """No key or value computed under the old weights is left."""
+
+    @property
+    def label(self) -> str:
+        """As messages name it, e.g. `boundary 4 (load)`."""
+        return f"boundary {self.value} ({self.name.lower()})"
+
+
+class BoundaryRecord(Record):
+    """What one engine, or for boundary 1 the store, proved."""
+
+    format: Literal[1] = 1
+    boundary: Boundary
+    name: str
+    engine: str | None
+    """Id of the engine; None for boundary 1, which is the store's."""
+    run: str
+    version: int
+    ok: bool
+    started_at: str = Field(default_factory=now)
+    seconds: float = Field(ge=0)
+    proof: dict[str, Any] = Field(default_factory=dict)
+    """The numbers; which ones depends on the boundary (docs/reload.md)."""
+
+    def headline(self) -> dict[str, Any]:
+        """The scalars of the proof, short enough for a log line."""
+        line: dict[str, Any] = {"seconds": round(self.seconds, 4)}
+        for name, value in self.proof.items():
+            if isinstance(value, float):
+                line[name] = round(value, 6)
+            elif isinstance(value, str):
+                line[name] = value[:16]
+            elif isinstance(value, bool | int):
+                line[name] = value
+        return line

@@ -1,0 +1,85 @@
+"""The record of one policy version: which tensors it has, where their bytes are, and what they hash to."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from colchis.components.records.run import Record
+from colchis.components.store.payload import Payload
+
+
+class TensorEntry(Record):
+    """One tensor as it lies in a safetensors file: row-major, little-endian."""
+
+    name: str = Field(min_length=1)
+    dtype: str
+    """As safetensors names it: F32, BF16, F16, ..."""
+    shape: tuple[int, ...]
+    bytes: int = Field(ge=0)
+    file: str
+    """Name of the file in `WeightsManifest.files`."""
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """Of the raw bytes, without any header."""
+    xxh3_128: str = Field(pattern=r"^[0-9a-f]{32}$")
+    """Of the same bytes."""
+
+
+class WeightsManifest(Record):
+    """`runs/R/weights/vNNNNNNNN/manifest.json`: a copy of what the train commit decided, so without a clock in it."""
+
+    format: Literal[1] = 1
+    run: str
+    version: int = Field(ge=0)
+    base_version: int | None = None
+    """The version that this one was trained from; None for v0."""
+    kind: Literal["full", "same"]
+    """`same`: no step was made, the tensors are those of `base_version`."""
+    files: list[Payload]
+    """Named as they are called in an engine's directory, e.g. `model.safetensors`."""
+    tensors: list[TensorEntry]
+    weights_digest: str = Field(pattern=r"^[0-9a-f]{64}$")
+    model: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """`inputs/` digest of the folder with configuration and tokenizer."""
+    step: int = Field(ge=0)
+    """Optimiser steps made since v0."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> WeightsManifest:
+        if len({t.name for t in self.tensors}) != len(self.tensors):
+            raise ValueError("a tensor is listed twice")
+        if len({f.name for f in self.files}) != len(self.files):
+            raise ValueError("a file is listed twice")
+        if strangers := {t.file for t in self.tensors} - {f.name for f in self.files}:
+            raise ValueError(f"tensors in files that are not listed: {sorted(strangers)}")
+        if self.weights_digest != (found := weights_digest(self.tensors)):
+            raise ValueError(f"weights_digest is {self.weights_digest}, but the tensors listed give {found}")
+        if self.base_version is not None and self.base_version >= self.version:
+            raise ValueError(f"base_version {self.base_version} is not before version {self.version}")
+        if self.kind == "same" and self.base_version is None:
+            raise ValueError("kind 'same' needs a base_version to be the same as")
+        return self
+
+    def tensor_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.bytes for t in self.tensors)
+
+    def file_bytes(self) -> int:
+        """Bytes of all files: what a transfer moves."""
+        return sum(f.bytes for f in self.files)
+
+
+def weights_digest(tensors: Iterable[TensorEntry]) -> str:
+    """sha256 over one line per tensor, sorted by name: name, dtype, dimensions joined by commas, sha256 of the raw
+    bytes; separated by tabs.
+
+    It depends on names, types, shapes and bytes only: not on files, their headers, or the order in them. A name cannot
+    hold a tab or a newline (the header reader refuses them), so no two sets of tensors share a text.
+    """
+    digest = hashlib.sha256()
+    for t in sorted(tensors, key=lambda t: t.name):
+        digest.update(f"{t.name}\t{t.dtype}\t{','.join(map(str, t.shape))}\t{t.sha256}\n".encode())
+    return digest.hexdigest()

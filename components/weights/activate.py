@@ -1,0 +1,372 @@
+"""The reload as its stage drives it: one function per boundary, over all engines of a pool, all or none.
+
+A boundary that fails at one engine fails the step, and the error names engine and boundary. Within its deadline a call
+is repeated when the agent or its engine cannot be reached (a container that restarts): every call may be repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar
+from urllib.parse import urlsplit
+
+import httpx
+from pydantic import ValidationError
+
+from colchis.components.errors import BadConfig, BadData, Bug, ColchisError, PeerUnavailable, Temporary
+from colchis.components.records.boundary import Boundary, BoundaryRecord
+from colchis.components.records.run import now
+from colchis.components.records.weights import WeightsManifest
+from colchis.components.store import Store, keys
+from colchis.components.weights.architecture import EMBEDDING
+from colchis.components.weights.deadline import Deadline
+from colchis.components.weights.protocol import (
+    Activate,
+    Activated,
+    Message,
+    Prepare,
+    Prepared,
+    Probe,
+    Probed,
+    Refusal,
+    Status,
+    Verified,
+    Verify,
+)
+from colchis.components.weights.publish import read_manifest
+
+STATUS_TIMEOUT_S = 5.0
+ANSWER_GRACE_S = 10.0
+"""What an answer may take beyond the deadline that the agent was given: it undoes a pause first."""
+LONGEST_WAIT_S = 2.0
+_SEVERITY = (Bug, BadData, BadConfig, PeerUnavailable, Temporary)
+
+_Answer = TypeVar("_Answer", bound=Message)
+
+
+class AgentClient:
+    """One agent. Every method raises the error that the agent raised, or PeerUnavailable when it does not answer."""
+
+    def __init__(self, url: str, token: str, client: httpx.AsyncClient) -> None:
+        self.url, self.token = url.rstrip("/"), token
+        self._client = client
+
+    async def status(self) -> Status:
+        """What the agent knows of its engine."""
+        return await self._call("GET", "/status", None, Status, STATUS_TIMEOUT_S)
+
+    async def prepare(self, request: Prepare) -> Prepared:
+        """Fetch and verify a version beside the serving engine."""
+        return await self._call("POST", "/prepare", request, Prepared, request.deadline_s + ANSWER_GRACE_S)
+
+    async def verify(self, request: Verify) -> Verified:
+        """Read the staged copy again."""
+        return await self._call("POST", "/verify", request, Verified, request.deadline_s + ANSWER_GRACE_S)
+
+    async def activate(self, request: Activate) -> Activated:
+        """Bring a prepared version into the engine."""
+        return await self._call("POST", "/activate", request, Activated, request.deadline_s + ANSWER_GRACE_S)
+
+    async def probe(self, request: Probe) -> Probed:
+        """Log-probabilities of given tokens."""
+        return await self._call("POST", "/probe", request, Probed, request.deadline_s + ANSWER_GRACE_S)
+
+    async def _call(
+        self, method: str, path: str, request: Message | None, answer: type[_Answer], timeout_s: float
+    ) -> _Answer:
+        where = self.url + path
+        try:
+            response = await self._client.request(
+                method,
+                where,
+                json=None if request is None else request.model_dump(mode="json"),
+                headers={"Authorization": f"Bearer {self.token}"},
+                timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, STATUS_TIMEOUT_S)),
+            )
+        except httpx.TimeoutException as e:
+            raise PeerUnavailable(f"agent {self.url} did not answer within {timeout_s:.0f} s", where=path) from e
+        except httpx.HTTPError as e:
+            raise PeerUnavailable(f"agent {self.url} cannot be reached ({type(e).__name__}: {e})", where=path) from e
+        try:
+            if response.status_code != 200:
+                raise Refusal.model_validate_json(response.content).to_error(f"agent {self.url}")
+            return answer.model_validate_json(response.content)
+        except ValidationError as e:
+            raise BadConfig(
+                f"agent {self.url} answers {response.status_code} {response.text[:200]!r}, expected a {answer.__name__}",
+                where=path,
+                hint="agent and stage must be of the same release, and COLCHIS_ENGINES must name agents",
+            ) from e
+
+
+class Agents:
+    """The agents of a pool, as COLCHIS_ENGINES lists them. Use as an async context manager.
+
+    An entry is the address of one agent, or `dns://NAME:PORT`: one agent per address that the name resolves to.
+    """
+
+    def __init__(self, entries: Sequence[str], token: str) -> None:
+        self.entries, self.token = [e.strip() for e in entries if e.strip()], token
+        if not self.entries:
+            raise BadConfig(
+                "COLCHIS_ENGINES names no agents",
+                hint="set it to http://HOST:PORT,... or dns://NAME:PORT of the agents",
+            )
+        for entry in self.entries:
+            parts = urlsplit(entry)
+            if parts.scheme not in ("http", "https", "dns") or not parts.hostname or not parts.port:
+                raise BadConfig(f"COLCHIS_ENGINES has '{entry}': expected http://HOST:PORT or dns://NAME:PORT")
+        self._client = httpx.AsyncClient(limits=httpx.Limits(max_connections=None))
+
+    @classmethod
+    def from_environment(cls) -> Self:
+        """From COLCHIS_ENGINES and COLCHIS_AGENT_TOKEN. BadConfig when one is missing."""
+        token = os.environ.get("COLCHIS_AGENT_TOKEN", "")
+        if not token:
+            raise BadConfig("COLCHIS_AGENT_TOKEN is not set: agents refuse whoever has no token")
+        return cls(os.environ.get("COLCHIS_ENGINES", "").split(","), token)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._client.aclose()
+
+    async def clients(self, deadline: Deadline) -> list[AgentClient]:
+        """One client per agent, names resolved. PeerUnavailable when a name has no address by the deadline."""
+        urls: list[str] = []
+        for entry in self.entries:
+            parts = urlsplit(entry)
+            if parts.scheme != "dns":
+                urls.append(entry)
+                continue
+            assert parts.hostname is not None
+            assert parts.port is not None
+            hosts = await _resolve(parts.hostname, parts.port, deadline)
+            urls += [f"http://[{h}]:{parts.port}" if ":" in h else f"http://{h}:{parts.port}" for h in hosts]
+        return [AgentClient(url, self.token, self._client) for url in dict.fromkeys(urls)]
+
+
+async def _resolve(name: str, port: int, deadline: Deadline) -> list[str]:
+    wait_s = 0.1
+    while True:
+        try:
+            records = await asyncio.get_running_loop().getaddrinfo(name, port)
+        except OSError as e:
+            if deadline.left_s() < wait_s:
+                raise PeerUnavailable(
+                    f"'{name}' has no address: no agent of the pool is running",
+                    where=f"dns://{name}:{port}",
+                    hint="look at the pool's pods; COLCHIS_ENGINES names their headless Service",
+                ) from e
+        else:
+            return sorted({str(record[4][0]) for record in records})
+        await asyncio.sleep(wait_s)
+        wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+
+
+def verify_published(store: Store, run: str, version: int) -> BoundaryRecord:
+    """Boundary 1: the manifest is there, and every object it lists has its size and checksums, read back in full."""
+    started_at, started = now(), time.monotonic()
+    manifest = read_manifest(store, run, version)
+    for payload in manifest.files:
+        try:
+            store.verify(payload)
+        except BadData as e:
+            raise BadData(f"{Boundary.STORE.label}: {e.what}", where=e.where, hint=e.hint) from e
+    return BoundaryRecord(
+        boundary=Boundary.STORE,
+        name="store",
+        engine=None,
+        run=run,
+        version=version,
+        ok=True,
+        started_at=started_at,
+        seconds=time.monotonic() - started,
+        proof={
+            "manifest": keys.weights_manifest(run, version),
+            "objects": len(manifest.files),
+            "bytes": manifest.file_bytes(),
+            "tensors": len(manifest.tensors),
+            "weights_digest": manifest.weights_digest,
+        },
+    )
+
+
+async def prepare_all(agents: Agents, manifest: WeightsManifest, *, deadline_s: float) -> list[BoundaryRecord]:
+    """Boundary 3 at every engine, side by side, while all of them serve."""
+
+    async def prepare(agent: AgentClient, left_s: float) -> dict[str, Any]:
+        answer = await agent.prepare(Prepare(run=manifest.run, version=manifest.version, deadline_s=left_s))
+        _expect("digest of the staged copy", manifest.weights_digest, answer.weights_digest)
+        return answer.model_dump(mode="json")
+
+    return await _everywhere(agents, Boundary.TRANSFER, manifest, prepare, deadline_s)
+
+
+async def verify_all(agents: Agents, manifest: WeightsManifest, *, deadline_s: float) -> list[BoundaryRecord]:
+    """Boundary 2 at every engine: its staged copy, read again under its lock, is the commit's."""
+
+    async def verify(agent: AgentClient, left_s: float) -> dict[str, Any]:
+        answer = await agent.verify(Verify(run=manifest.run, version=manifest.version, deadline_s=left_s))
+        _expect("digest of the staged copy", manifest.weights_digest, answer.weights_digest)
+        return answer.model_dump(mode="json")
+
+    return await _everywhere(agents, Boundary.BUFFER, manifest, verify, deadline_s)
+
+
+async def activate_all(
+    agents: Agents,
+    manifest: WeightsManifest,
+    *,
+    pause: Literal["retract", "abort"] = "retract",
+    deadline_s: float,
+) -> list[BoundaryRecord]:
+    """Boundary 4 at every engine; call it when all have prepared. Where checksums cannot be predicted from the commit,
+    all engines must report the same."""
+
+    async def activate(agent: AgentClient, left_s: float) -> dict[str, Any]:
+        answer = await agent.activate(
+            Activate(run=manifest.run, version=manifest.version, kind=manifest.kind, pause=pause, deadline_s=left_s)
+        )
+        _expect("digest of the staged copy before the load", manifest.weights_digest, answer.digest_before)
+        _expect("digest of the staged copy after the load", manifest.weights_digest, answer.digest_after)
+        _expect("version that the engine reports", str(manifest.version), answer.version_reported)
+        return answer.model_dump(mode="json")
+
+    records = await _everywhere(agents, Boundary.LOAD, manifest, activate, deadline_s)
+    reported = {r.proof["engine_checksum"] for r in records}
+    if len(reported) > 1 and not all(r.proof["predicted"] for r in records):
+        raise BadData(
+            f"{Boundary.LOAD.label}: engines report different tensors for v{manifest.version}: "
+            + ", ".join(f"{r.engine} {r.proof['engine_checksum'][:12]}" for r in records),
+            hint="engines of one pool must run the same image at the same parallelism; reload again",
+        )
+    return records
+
+
+async def probe_all(
+    agents: Agents,
+    manifest: WeightsManifest,
+    *,
+    probe: Mapping[str, Any] | None,
+    tolerance: float,
+    deadline_s: float,
+) -> list[BoundaryRecord]:
+    """Boundary 5 at every engine: nothing of the old cache was left, and the engine agrees with the trainer.
+
+    `probe` is {token_ids: [[int]], logprobs: [[float]]}, the trainer's log-probabilities of all tokens but the first;
+    None (v0 has no trainer) asks for some tokens and compares nothing. BadData above `tolerance`, the largest gap.
+    """
+    vocabulary = next((t.shape[0] for t in manifest.tensors if t.name == EMBEDDING), 2)
+    sequences: list[list[int]] = probe["token_ids"] if probe else [list(range(max(2, min(8, vocabulary))))]
+    expected: list[list[float]] | None = probe["logprobs"] if probe else None
+
+    async def ask(agent: AgentClient, left_s: float) -> dict[str, Any]:
+        deadline = Deadline(left_s)
+        gaps: list[float] = []
+        for number, token_ids in enumerate(sequences):
+            answer = await agent.probe(Probe(token_ids=token_ids, deadline_s=max(0.1, deadline.left_s())))
+            _expect("version that the answer carries", str(manifest.version), answer.weight_version)
+            if answer.cached_tokens:
+                raise BadData(f"{answer.cached_tokens} tokens were cached after the flush")
+            if expected is not None:
+                pairs = zip(answer.logprobs, expected[number], strict=True)
+                gaps += [abs(engine - trainer) for engine, trainer in pairs]
+        if gaps and not max(gaps) <= tolerance:
+            raise BadData(
+                f"log-probabilities of engine and trainer differ by up to {max(gaps):.3g}, tolerated are {tolerance:g}",
+                hint="compare the types of engine and trainer; raise reload.probe_tolerance if this is their rounding",
+            )
+        return {
+            "flushed": True,
+            "cached_tokens": answer.cached_tokens,
+            "cached_tokens_before": answer.cached_tokens_before,
+            "sequences": len(sequences),
+            "tokens": sum(map(len, sequences)),
+            "max_gap": max(gaps) if gaps else None,
+            "mean_gap": sum(gaps) / len(gaps) if gaps else None,
+            "tolerance": tolerance,
+        }
+
+    return await _everywhere(agents, Boundary.CACHE, manifest, ask, deadline_s)
+
+
+def _expect(what: str, expected: str, found: str) -> None:
+    if expected != found:
+        raise BadData(f"{what}: expected {expected[:16]}, found {found[:16]}")
+
+
+async def _everywhere(
+    agents: Agents,
+    boundary: Boundary,
+    manifest: WeightsManifest,
+    work: Callable[[AgentClient, float], Awaitable[dict[str, Any]]],
+    deadline_s: float,
+) -> list[BoundaryRecord]:
+    """`work` at every agent side by side. All succeed, or the worst error is raised with every engine that failed."""
+    deadline = Deadline(deadline_s)
+
+    async def at(agent: AgentClient) -> BoundaryRecord:
+        started_at, started = now(), time.monotonic()
+        proof = await _patiently(lambda left_s: work(agent, left_s), deadline)
+        status = await _patiently(lambda _: agent.status(), deadline)
+        return BoundaryRecord(
+            boundary=boundary,
+            name=boundary.name.lower(),
+            engine=status.engine_id,
+            run=manifest.run,
+            version=manifest.version,
+            ok=True,
+            started_at=started_at,
+            seconds=time.monotonic() - started,
+            proof=proof,
+        )
+
+    clients = await agents.clients(deadline)
+    results = await asyncio.gather(*(at(client) for client in clients), return_exceptions=True)
+    failures: list[tuple[AgentClient, ColchisError]] = []
+    records: list[BoundaryRecord] = []
+    for client, result in zip(clients, results, strict=True):
+        if isinstance(result, ColchisError):
+            failures.append((client, result))
+        elif isinstance(result, BaseException):
+            raise result
+        else:
+            records.append(result)
+    if failures:
+        _, worst = min(failures, key=lambda failure: _SEVERITY.index(type(failure[1])))
+        details = "; ".join(
+            f"{client.url}: {error.what.removeprefix(f'agent {client.url}: ')}" for client, error in failures
+        )
+        raise type(worst)(
+            f"{boundary.label} of weights v{manifest.version} failed at {len(failures)} of {len(clients)} engines: "
+            f"{details}",
+            where=worst.where,
+            hint=worst.hint,
+        ) from worst
+    return records
+
+
+_Result = TypeVar("_Result")
+
+
+async def _patiently(call: Callable[[float], Awaitable[_Result]], deadline: Deadline) -> _Result:
+    """The call, again with full jitter while its peer cannot be reached and the deadline allows."""
+    wait_s = 0.1
+    while True:
+        try:
+            return await call(max(0.1, deadline.left_s()))
+        except (PeerUnavailable, Temporary):
+            pause_s = random.uniform(0.5, 1.0) * wait_s
+            if deadline.left_s() < pause_s:
+                raise
+            await asyncio.sleep(pause_s)
+            wait_s = min(2 * wait_s, LONGEST_WAIT_S)

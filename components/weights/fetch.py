@@ -1,0 +1,118 @@
+"""A version's files, moved from the store to a directory and verified there as they lie on the disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from colchis.components.errors import BadData
+from colchis.components.records.weights import TensorEntry, WeightsManifest, weights_digest
+from colchis.components.store import Store, Transfer, keys, read_input
+from colchis.components.weights.deadline import Deadline
+from colchis.components.weights.header import TensorSpan, read_header
+from colchis.components.weights.manifest import not_finite
+from colchis.components.weights.scan import in_parallel, scan
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+"""Files of a base model that hold weights or point to them: a version brings its own."""
+
+
+def fetch_files(store: Store, manifest: WeightsManifest, folder: Path, deadline: Deadline) -> list[Transfer]:
+    """Download a version's files into `folder`; sizes and checksums of the objects are verified on the way."""
+    transfers = []
+    for payload in manifest.files:
+        deadline.check(f"fetch of weights v{manifest.version}", where=payload.key)
+        transfers.append(store.download(payload, folder / payload.name))
+    return transfers
+
+
+def fetch_model_folder(store: Store, model: str, folder: Path, deadline: Deadline) -> list[Path]:
+    """Download configuration and tokenizer of a base model into `folder`; files that are right stay as they are.
+
+    BadData when the model has no config.json: no engine could load it.
+    """
+    chosen = [p for p in read_input(store, model).files if "/" not in p.name and not p.name.endswith(WEIGHT_SUFFIXES)]
+    if not any(p.name == "config.json" for p in chosen):
+        raise BadData("the base model has no config.json", where=keys.input_prefix(model))
+    for payload in chosen:
+        deadline.check("fetch of configuration and tokenizer", where=payload.key)
+        store.download(payload, folder / payload.name)
+    return [folder / payload.name for payload in chosen]
+
+
+def write_index(manifest: WeightsManifest, folder: Path) -> None:
+    """The index that loaders want when a checkpoint has more than one file."""
+    if len(manifest.files) > 1:
+        index = {
+            "metadata": {"total_size": manifest.tensor_bytes()},
+            "weight_map": {t.name: t.file for t in manifest.tensors},
+        }
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, sort_keys=True))
+
+
+def verify_files(manifest: WeightsManifest, folder: Path) -> str:
+    """Read every byte of a version back from the disk; returns its weights digest, which is the manifest's.
+
+    BadData names the file or tensor: missing, misplaced, of another type, shape or content, or not finite.
+    """
+    work: list[tuple[Path, TensorSpan, TensorEntry]] = []
+    for payload in manifest.files:
+        path = folder / payload.name
+        spans = {span.name: span for span in read_header(path)}
+        entries = {t.name: t for t in manifest.tensors if t.file == payload.name}
+        if strangers := sorted(spans.keys() ^ entries.keys()):
+            raise BadData(f"{path.name} and its manifest disagree about tensor '{strangers[0]}'", where=str(path))
+        for name, span in spans.items():
+            entry = entries[name]
+            if (span.dtype, span.shape) != (entry.dtype, entry.shape):
+                raise BadData(
+                    f"tensor '{name}' is {span.dtype} {list(span.shape)}, "
+                    f"the manifest says {entry.dtype} {list(entry.shape)}",
+                    where=str(path),
+                )
+            work.append((path, span, entry))
+    return weights_digest(in_parallel(_verified, work))
+
+
+def _verified(item: tuple[Path, TensorSpan, TensorEntry]) -> TensorEntry:
+    path, span, entry = item
+    found = scan(path, span)
+    if found.not_finite:
+        raise not_finite(span.name, found.not_finite, str(path))
+    if (found.sha256, found.xxh3_128) != (entry.sha256, entry.xxh3_128):
+        raise BadData(
+            f"tensor '{span.name}' has other bytes than the manifest says: sha256 {found.sha256[:12]}, "
+            f"expected {entry.sha256[:12]}",
+            where=str(path),
+            hint="the staged copy was changed after it was fetched: prepare the version again",
+        )
+    return entry
+
+
+@dataclass(frozen=True)
+class TransferSummary:
+    """Boundary 3 in numbers."""
+
+    bytes: int
+    """That crossed the network."""
+    seconds: float
+    mb_per_s: float
+    p95_s: float
+    """95th percentile of the seconds per object."""
+    retries: int
+
+    @classmethod
+    def of(cls, transfers: Sequence[Transfer]) -> TransferSummary:
+        """Sum of some transfers made one after the other."""
+        seconds, moved = sum(t.seconds for t in transfers), sum(t.bytes for t in transfers)
+        ordered = sorted(t.seconds for t in transfers)
+        p95_s = ordered[max(0, -(-len(ordered) * 95 // 100) - 1)] if ordered else 0.0
+        return cls(
+            bytes=moved,
+            seconds=seconds,
+            mb_per_s=moved / 1e6 / seconds if seconds else 0.0,
+            p95_s=p95_s,
+            retries=sum(t.retries for t in transfers),
+        )

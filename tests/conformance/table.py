@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def check(case: Case, nodes: Mapping[str, Mapping[str, Any]], phase: str, messag
     for name, wanted in expect.get("nodes", {}).items():
         wrong += _check_node(name, wanted, by_name.get(name), by_name)
     for chain in expect.get("order", []):
-        for first, second in zip(chain, chain[1:], strict=False):
+        for first, second in pairwise(chain):
             if first not in by_name or second not in by_name:
                 wrong.append(f"order: no node {first!r} or {second!r}")
             elif by_name[first]["finishedAt"] > by_name[second]["startedAt"]:

@@ -6,10 +6,10 @@ import asyncio
 from pathlib import Path
 
 import pytest
+
 from colchis.components.errors import BadConfig
 from colchis.workflows.local.interpreter import Interpreter, WorkflowResult
 from colchis.workflows.local.parents import ExecLauncher
-
 from tests.conformance.table import Case, check, load_cases
 
 CASES = load_cases()

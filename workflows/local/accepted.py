@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from colchis.components.errors import BadConfig
+from colchis.workflows.local.rules import check_rules
 
 PARAMETER_LIMIT_BYTES = 256 * 1024
 _SCHEDULING = {
@@ -105,6 +106,7 @@ def check(manifest: Mapping[str, Any]) -> list[str]:
     source = getattr(manifest, "source", "") or f"{manifest.get('kind', 'manifest')}/{name}"
     checker = _Checker(source)
     checker.manifest(manifest)
+    check_rules(manifest["spec"], checker.refuse)
     return checker.ignored
 
 

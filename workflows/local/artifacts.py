@@ -40,7 +40,7 @@ class Repository:
             shutil.rmtree(target)
         os.replace(temporary, target)
 
-    def load(self, key: str, target: Path, *, unpack: bool) -> bool:
+    def load(self, key: str, target: Path, unpack: bool) -> bool:
         """Puts an artifact at `target`; False when there is none. A tar is unpacked when `unpack`, as Argo does."""
         source = self.path(key)
         if not source.exists():

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from colchis.workflows.local.calls import Call, Frame, Template, TemplateError, node_artifacts, node_values
 from colchis.workflows.local.conditions import ConditionError
-from colchis.workflows.local.expressions import ExpressionError, evaluate
+from colchis.workflows.local.expression_tree import ExpressionError
+from colchis.workflows.local.expressions import evaluate
 from colchis.workflows.local.fanout import (
     Children,
     arguments_of,
     collect_outputs,
     expand,
     is_loop,
+    loop_reason,
     loop_values,
     should_run,
 )
@@ -25,28 +28,26 @@ from colchis.workflows.local.steps import FAIL_FAST
 from colchis.workflows.local.substitution import SubstitutionError
 
 if TYPE_CHECKING:
-    from colchis.workflows.local.workflow import Frame, WorkflowRun
+    from colchis.workflows.local.workflow import WorkflowRun
 
 Task = Mapping[str, Any]
 _RESULTS = ("Succeeded", "Failed", "Errored", "Skipped", "Omitted", "Daemoned", "AnySucceeded", "AllFailed")
 _TASK = re.compile(r"([a-zA-Z0-9][-a-zA-Z0-9]*?)\.([A-Z][a-zA-Z]+)|([a-zA-Z0-9][-a-zA-Z0-9]*)")
 
 
-async def run(run: WorkflowRun, node: Node, template: Mapping[str, Any], frame: Frame) -> None:
+async def run(run: WorkflowRun, node: Node, template: Template, frame: Frame) -> None:
     """Runs the tasks and marks `node`."""
     await _Dag(run, node, template, frame).run()
 
 
 class _Dag:
-    def __init__(self, run: WorkflowRun, node: Node, template: Mapping[str, Any], frame: Frame) -> None:
-        self.run_, self.node, self.template, self.frame = run, node, template, frame
+    """One running DAG. `nodes` has the node of each task that is decided, `items` the nodes of a loop's items."""
+
+    def __init__(self, run: WorkflowRun, node: Node, template: Template, frame: Frame) -> None:
+        self.workflow, self.node, self.template, self.frame = run, node, template, frame
         self.tasks: dict[str, Task] = {task["name"]: task for task in template["dag"]["tasks"]}
         self.logic = {name: depends_logic(task) for name, task in self.tasks.items()}
         self.needs = {name: dependencies(task) for name, task in self.tasks.items()}
-        for name, needs in self.needs.items():
-            unknown = needs - set(self.tasks)
-            if unknown:
-                raise SubstitutionError(f"task {name} depends on {', '.join(sorted(unknown))}, which is no task")
         self.nodes: dict[str, Node] = {}
         self.items: dict[str, list[Node]] = {}
         self.children = Children(run, template)
@@ -54,29 +55,27 @@ class _Dag:
         self.waiting = list(self.tasks)
 
     async def run(self) -> None:
-        run, node = self.run_, self.node
+        nodes = self.workflow.nodes
         self._advance()
         await self.children.wait()
-        while self.children.active:  # an ended task may have started others after the wait looked
-            await self.children.wait()
-        if self.waiting and not self.children.blocked:
-            raise SubstitutionError(f"tasks that can never start (a cycle?): {', '.join(self.waiting)}")
         targets = sorted(set(self.tasks) - set().union(*self.needs.values()))
-        node.outbound = [leaf.id for t in targets if t in self.nodes for leaf in run.nodes.outbound(self.nodes[t])]
+        leaves = [leaf for target in targets if target in self.nodes for leaf in nodes.outbound(self.nodes[target])]
+        self.node.outbound = [leaf.id for leaf in leaves]
         if self.children.blocked:
-            run.nodes.mark(node, Phase.FAILED, FAIL_FAST)
+            nodes.mark(self.node, Phase.FAILED, FAIL_FAST)
             return
-        fail_fast = self.template["dag"].get("failFast", True)
+        if self.waiting:
+            raise SubstitutionError(f"tasks that can never start: {', '.join(self.waiting)} (a cycle, or no such task)")
         phase = Phase.SUCCEEDED
         for target in targets:
             branch = self._branch_phase(target)
             if branch.failed:
                 phase = branch
-                if fail_fast:
+                if self.template["dag"].get("failFast", True):
                     break
         if phase is Phase.SUCCEEDED:
-            collect_outputs(node, self.template, self._scope(set(self.tasks)))
-        run.nodes.mark(node, phase)
+            collect_outputs(self.node, self.template, self._scope(set(self.tasks)))
+        nodes.mark(self.node, phase)
 
     def _branch_phase(self, name: str) -> Phase:
         """The phase of a task, or if it didn't run that of its dependencies, where a failure wins."""
@@ -100,23 +99,24 @@ class _Dag:
     def _decide(self, name: str, task: Task) -> None:
         try:
             if self.logic[name] and not self._depends_hold(name):
-                self._excluded(name, task, Phase.OMITTED, "omitted: depends condition not met")
+                self._exclude(name, task, Phase.OMITTED, "omitted: depends condition not met")
                 return
             frame = self._scope(self._ancestors(name))
-            reason = None
-            if "{{item" not in task.get("when", ""):
-                reason = should_run(task, frame.scope)
-            if reason is not None and not is_loop(task):
-                self._excluded(name, task, Phase.SKIPPED, reason)
+            if is_loop(task):
+                self._start_loop(name, task, frame)
                 return
-            self._start(name, task, frame, reason)
+            reason = should_run(task, frame.scope)
+            if reason is not None:
+                self._exclude(name, task, Phase.SKIPPED, reason)
+                return
+            call = self._call(name, name, task, frame, self._parents(name))
         except (SubstitutionError, ConditionError, ExpressionError) as error:
-            self._excluded(name, task, Phase.ERROR, str(error))
+            self._exclude(name, task, Phase.ERROR, str(error))
+            return
+        self.children.submit(call, partial(self._ended, name, call))
 
-    def _start(self, name: str, task: Task, frame: Frame, reason: str | None) -> None:
-        from colchis.workflows.local.workflow import Call
-
-        run = self.run_
+    def _start_loop(self, name: str, task: Task, frame: Frame) -> None:
+        reason = loop_reason(task, frame.scope)
         try:
             items = expand(task, frame.scope)
         except SubstitutionError:
@@ -124,68 +124,65 @@ class _Dag:
                 raise
             items = []
         if not items:
-            self._excluded(name, task, Phase.SKIPPED, "Skipped, empty params")
+            self._exclude(name, task, Phase.SKIPPED, "Skipped, empty params")
             return
-        parents = self._parents(name)
-        group: Node | None = None
         calls: list[Call] = []
-        own: list[Node] = []
-        prepared = [(item, frame.with_values(item.values)) for item in items]
-        arguments = [arguments_of(task, scoped) if reason is None else None for _, scoped in prepared]
-        if is_loop(task):
-            group = run.nodes.add(self._name(name), NodeType.TASK_GROUP, task["template"], boundary=self.node)
-            for parent in parents:
-                run.nodes.connect(parent, group)
-            parents = (group,)
-            self.nodes[name] = group
-        for (item, scoped), given in zip(prepared, arguments, strict=True):
+        skipped: list[tuple[str, Phase, str]] = []
+        for item in items:
+            scoped = frame.with_values(item.values)
             try:
-                why, phase = reason or should_run(task, scoped.scope), Phase.SKIPPED
+                why = should_run(task, scoped.scope)
             except ConditionError as error:
-                why, phase = str(error), Phase.ERROR
-            if why is not None or given is None:
-                own.append(self._add(item.name, task, phase, why or "", parents))
+                skipped.append((item.name, Phase.ERROR, str(error)))
                 continue
-            calls.append(
-                Call(
-                    self._name(item.name),
-                    task["template"],
-                    given,
-                    parents,
-                    self.node,
-                    self.frame.depth + 1,
-                    self.frame.on_exit,
-                    capture_result=f"tasks.{name}.outputs.result" in self.text,
-                    values={"tasks.name": item.name},
-                )
-            )
-        self.items[name] = own
-        order = {self._name(item.name): index for index, item in enumerate(items)}
-        left = len(calls)
-
-        def ended(call: Call, result: Node | Exception) -> None:
-            nonlocal left
-            left -= 1
-            if isinstance(result, Node):
-                ended_node = result
+            if why is not None:
+                skipped.append((item.name, Phase.SKIPPED, why))
             else:
-                found = run.nodes.find(call.name)
-                ended_node = found if found is not None else run.add_node(call, NodeType.SKIPPED, Phase.ERROR)
-                run.nodes.mark(ended_node, Phase.ERROR, f"task '{call.name}' errored: {result}")
-            own.append(ended_node)
-            if group is None:
-                self.nodes[name] = ended_node
-            elif left == 0:
-                own.sort(key=lambda node: order[node.name])
-                failed = [node.phase for node in own if node.phase.failed]
-                run.nodes.mark(group, failed[-1] if failed else Phase.SUCCEEDED)
-            self._advance()
-
+                calls.append(self._call(name, item.name, task, scoped, ()))
+        group = self.workflow.nodes.add(self._name(name), NodeType.TASK_GROUP, task["template"], boundary=self.node)
+        for parent in self._parents(name):
+            self.workflow.nodes.connect(parent, group)
+        self.nodes[name] = group
+        self.items[name] = [self._add(item, task, phase, message, (group,)) for item, phase, message in skipped]
+        order = [self._name(item.name) for item in items]
         for call in calls:
-            self.children.submit(call, lambda result, call=call: ended(call, result))  # type: ignore[misc]
-        if not calls and group is not None:
-            failed = [node.phase for node in own if node.phase.failed]
-            run.nodes.mark(group, failed[-1] if failed else Phase.SUCCEEDED)
+            call = replace(call, parents=(group,))
+            self.children.submit(call, partial(self._item_ended, name, call, order))
+        self._close_group(name, order)
+
+    def _call(self, task_name: str, name: str, task: Task, frame: Frame, parents: tuple[Node, ...]) -> Call:
+        return Call(
+            self._name(name),
+            task["template"],
+            arguments_of(task, frame),
+            parents,
+            self.node,
+            self.frame.depth + 1,
+            self.frame.on_exit,
+            capture_result=f"tasks.{task_name}.outputs.result" in self.text,
+            values={"tasks.name": name},
+        )
+
+    def _ended(self, name: str, call: Call, result: Node | TemplateError) -> None:
+        self.nodes[name] = self._errored(call, result) if isinstance(result, TemplateError) else result
+        self._advance()
+
+    def _item_ended(self, name: str, call: Call, order: list[str], result: Node | TemplateError) -> None:
+        self.items[name].append(self._errored(call, result) if isinstance(result, TemplateError) else result)
+        self._close_group(name, order)
+        self._advance()
+
+    def _errored(self, call: Call, error: TemplateError) -> Node:
+        nodes = self.workflow.nodes
+        return nodes.mark(nodes[nodes.id_of(call.name)], Phase.ERROR, f"task '{call.name}' errored: {error}")
+
+    def _close_group(self, name: str, order: list[str]) -> None:
+        """Marks a TaskGroup when all of its items have ended."""
+        items = self.items[name]
+        if len(items) == len(order):
+            items.sort(key=lambda node: order.index(node.name))
+            failed = [node.phase for node in items if node.phase.failed]
+            self.workflow.nodes.mark(self.nodes[name], failed[-1] if failed else Phase.SUCCEEDED)
 
     def _name(self, task: str) -> str:
         return f"{self.node.name}.{task}"
@@ -193,18 +190,19 @@ class _Dag:
     def _parents(self, name: str) -> tuple[Node, ...]:
         if not self.needs[name]:
             return (self.node,)
-        return tuple(leaf for need in sorted(self.needs[name]) for leaf in self.run_.nodes.outbound(self.nodes[need]))
+        return tuple(
+            leaf for need in sorted(self.needs[name]) for leaf in self.workflow.nodes.outbound(self.nodes[need])
+        )
 
     def _add(self, name: str, task: Task, phase: Phase, message: str, parents: tuple[Node, ...]) -> Node:
-        nodes = self.run_.nodes
-        added = nodes.add(
-            self._name(name), NodeType.SKIPPED, task["template"], boundary=self.node, phase=phase, message=message
-        )
+        nodes, template = self.workflow.nodes, task["template"]
+        kind = NodeType.SKIPPED
+        added = nodes.add(self._name(name), kind, template, boundary=self.node, phase=phase, message=message)
         for parent in parents:
             nodes.connect(parent, added)
         return added
 
-    def _excluded(self, name: str, task: Task, phase: Phase, message: str) -> None:
+    def _exclude(self, name: str, task: Task, phase: Phase, message: str) -> None:
         self.nodes[name] = self._add(name, task, phase, message, self._parents(name))
         self.items[name] = []
 
@@ -218,19 +216,17 @@ class _Dag:
                 queue += self.needs[need]
         return found
 
-    def _scope(self, ancestors: set[str]) -> Frame:
-        from colchis.workflows.local.workflow import node_values
-
+    def _scope(self, tasks: set[str]) -> Frame:
+        """The frame with the outputs of `tasks` in it, as far as they are decided."""
         values: dict[str, str] = {}
         artifacts: dict[str, str] = {}
-        for name in ancestors & set(self.nodes):
+        for name in tasks & set(self.nodes):
             prefix, node = f"tasks.{name}", self.nodes[name]
             values |= node_values(prefix, node)
+            artifacts |= node_artifacts(prefix, node)
             if is_loop(self.tasks[name]):
                 values |= loop_values(prefix, self.items[name])
-            source = node.attempts[-1] if node.attempts else node
-            artifacts |= {f"{prefix}.outputs.artifacts.{key}": where for key, where in source.outputs.artifacts.items()}
-        return replace(self.frame.with_values(values), artifacts={**self.frame.artifacts, **artifacts})
+        return self.frame.with_values(values, artifacts)
 
     def _depends_hold(self, name: str) -> bool:
         variables: dict[str, bool] = {}
@@ -277,6 +273,3 @@ def dependencies(task: Task) -> set[str]:
     """The tasks that a task waits for."""
     logic = task.get("depends") or " && ".join(task.get("dependencies", []))
     return {match.group(1) or match.group(3) for match in _TASK.finditer(logic)}
-
-
-__all__ = ["asyncio", "dependencies", "depends_logic", "run"]

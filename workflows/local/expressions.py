@@ -115,7 +115,7 @@ def _bool(operator: str, value: Value) -> bool:
     return value
 
 
-def _number(operator: str, value: Value) -> int | float:
+def _number(operator: str, value: Value) -> Value:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ExpressionError(f"invalid operation: {operator} {_shown(value)}")
     return value

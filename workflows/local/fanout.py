@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from colchis.workflows.local.calls import Arguments, Call, Frame, TemplateError, last_attempt
 from colchis.workflows.local.conditions import ConditionError, holds
-from colchis.workflows.local.expressions import ExpressionError, evaluate
+from colchis.workflows.local.expression_tree import ExpressionError
+from colchis.workflows.local.expressions import evaluate
 from colchis.workflows.local.gotext import go_json, go_string
-from colchis.workflows.local.nodes import Node, NodeType, Phase
+from colchis.workflows.local.nodes import Node, Phase
 from colchis.workflows.local.substitution import SubstitutionError, substitute
 
 if TYPE_CHECKING:
-    from colchis.workflows.local.workflow import Arguments, Call, Frame, WorkflowRun
+    from colchis.workflows.local.workflow import WorkflowRun
 
 Step = Mapping[str, Any]
 
@@ -85,8 +88,6 @@ def _item(name: str, index: int, item: Any) -> Item:
 
 def arguments_of(step: Step, frame: Frame) -> Arguments:
     """The arguments of a step with every tag resolved. Raises SubstitutionError."""
-    from colchis.workflows.local.workflow import Arguments
-
     given = step.get("arguments", {})
     parameters = {p["name"]: substitute(p["value"], frame.scope) for p in given.get("parameters", []) if "value" in p}
     artifacts: dict[str, str | None] = {}
@@ -107,6 +108,17 @@ def should_run(step: Step, scope: Mapping[str, str]) -> str | None:
     return None if holds(when) else f"when '{when}' evaluated false"
 
 
+def loop_reason(step: Step, scope: Mapping[str, str]) -> str | None:
+    """Of a loop, before its items are known: why it is skipped, None if it isn't or if `when` needs the item."""
+    try:
+        return should_run(step, scope)
+    except (SubstitutionError, ConditionError):
+        return None
+
+
+Ended = Callable[["Node | TemplateError"], None]
+
+
 class Children:
     """The children of one Steps or DAG template: at most `parallelism` run, none starts after a failure if failFast."""
 
@@ -114,57 +126,53 @@ class Children:
         self.run = run
         self.limit = int(template["parallelism"]) if template.get("parallelism") else None
         self.fail_fast = bool(template.get("failFast"))
-        self.active: set[asyncio.Task[Node]] = set()
         self.failed = False
-        self._queue: list[tuple[Call, Callable[[Node | Exception], None]]] = []
+        self._queue: deque[tuple[Call, Ended]] = deque()
+        self._active: dict[asyncio.Task[Node], Ended] = {}
 
     @property
     def blocked(self) -> bool:
         return self.fail_fast and self.failed
 
-    def submit(self, call: Call, ended: Callable[[Node | Exception], None]) -> None:
-        """Starts a call, in order of submission, as soon as the limit allows; `ended` gets its node or its error."""
+    def submit(self, call: Call, ended: Ended) -> None:
+        """Queues a call; `ended` gets its node or its error, during `wait`, and may submit more."""
         self._queue.append((call, ended))
-        self._start()
-
-    def _start(self) -> None:
-        while self._queue and not self.blocked and (self.limit is None or len(self.active) < self.limit):
-            call, ended = self._queue.pop(0)
-            task = asyncio.create_task(self.run.execute(call))
-            task.add_done_callback(lambda task, ended=ended: self._ended(task, ended))  # type: ignore[misc]
-            self.active.add(task)
-
-    def _ended(self, task: asyncio.Task[Node], ended: Callable[[Node | Exception], None]) -> None:
-        self.active.discard(task)
-        if task.cancelled():
-            return
-        error = task.exception()
-        if isinstance(error, Exception):
-            self.failed = True
-            ended(error)
-        elif error is None:
-            node = task.result()
-            self.failed |= node.phase.failed
-            ended(node)
-        self._start()
 
     async def wait(self) -> None:
-        """Until nothing runs and nothing more will start; ends the children when cancelled."""
+        """Runs what is queued, in order, until nothing runs and nothing more may start."""
         try:
-            while self.active:
-                await asyncio.wait(self.active, return_when=asyncio.FIRST_COMPLETED)
-                await asyncio.sleep(0)  # the callbacks of those that ended may start more
-        finally:
-            for task in self.active:
+            while True:
+                self._start()
+                if not self._active:
+                    return
+                done, _ = await asyncio.wait(self._active, return_when=asyncio.FIRST_COMPLETED)
+                for task in sorted(done, key=list(self._active).index):
+                    self._finish(task)
+        finally:  # only when interrupted, or by an error that isn't the workflow's, is something left
+            for task in self._active:
                 task.cancel()
-            if self.active:
-                await asyncio.gather(*self.active, return_exceptions=True)
+            await asyncio.gather(*self._active, return_exceptions=True)
+
+    def _start(self) -> None:
+        while self._queue and not self.blocked and (self.limit is None or len(self._active) < self.limit):
+            call, ended = self._queue.popleft()
+            self._active[asyncio.create_task(self.run.execute(call))] = ended
+
+    def _finish(self, task: asyncio.Task[Node]) -> None:
+        ended = self._active.pop(task)
+        try:
+            node = task.result()
+        except TemplateError as error:
+            self.failed = True
+            ended(error)
+        else:
+            self.failed |= node.phase.failed
+            ended(node)
 
 
 def loop_values(prefix: str, nodes: Sequence[Node]) -> dict[str, str]:
     """What a later step sees of a fan-out: the outputs of those that succeeded as JSON lists, in order of the items."""
-    done = [node.attempts[-1] if node.type is NodeType.RETRY and node.attempts else node for node in nodes]
-    done = [node for node in done if node.phase is Phase.SUCCEEDED]
+    done = [last_attempt(node) for node in nodes if node.phase is Phase.SUCCEEDED]
     lists: dict[str, list[str]] = {}
     for node in done:
         for name, value in node.outputs.parameters.items():
@@ -205,24 +213,15 @@ def _output(parameter: Step, frame: Frame) -> str:
     source = parameter["valueFrom"]
     try:
         if "expression" in source:
-            return go_string(evaluate(source["expression"], frame.scope))
+            value = evaluate(source["expression"], frame.scope)
+            if value is None:
+                raise SubstitutionError(f"{source['expression']} has no value")
+            return go_string(value)
         name = source.get("parameter", "").strip().removeprefix("{{").removesuffix("}}").strip()
         if name in frame.scope:
             return frame.scope[name]
         raise SubstitutionError(f"Unable to resolve: {{{{{name}}}}}")
     except (ExpressionError, SubstitutionError) as error:
         if "default" in source:
-            return substitute(source["default"], frame.scope)
+            return str(substitute(source["default"], frame.scope))
         raise SubstitutionError(str(error)) from error
-
-
-__all__ = [
-    "Children",
-    "ConditionError",
-    "Item",
-    "arguments_of",
-    "collect_outputs",
-    "expand",
-    "loop_values",
-    "should_run",
-]

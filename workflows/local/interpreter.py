@@ -29,10 +29,12 @@ import yaml
 
 from colchis.components.errors import BadConfig
 from colchis.workflows.local.accepted import check, load_manifests, load_templates
+from colchis.workflows.local.calls import Event, EventKind, Settings
 from colchis.workflows.local.launcher import Launcher
 from colchis.workflows.local.nodes import Phase, timestamp
-from colchis.workflows.local.substitution import SubstitutionError, substitute
-from colchis.workflows.local.workflow import Event, EventKind, Settings, WorkflowRun
+from colchis.workflows.local.spec_check import check_spec
+from colchis.workflows.local.substitution import substitute
+from colchis.workflows.local.workflow import WorkflowRun
 
 BASE_ENVIRONMENT = (
     *("PATH", "HOME", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH"),
@@ -121,10 +123,13 @@ class Interpreter:
         values = self._values(name, workflow, spec)
         on_event = self._settings.on_event
         try:
+            check_spec(spec, values)
             locks = sorted(substitute(m["name"], values) for m in spec.get("synchronization", {}).get("mutexes", []))
             run = WorkflowRun(name, spec, values, self._settings, self._create_successor)
-        except (SubstitutionError, ValueError) as error:
-            return WorkflowResult(name, Phase.ERROR, f"invalid spec: {error}", {})
+        except ValueError as error:
+            message = f"invalid spec: {error}"
+            on_event(Event(EventKind.WORKFLOW_FINISHED, name, phase=Phase.FAILED, message=message))
+            return WorkflowResult(name, Phase.FAILED, message, {})
         held = [self._mutexes.setdefault(lock, asyncio.Lock()) for lock in locks]
         for lock in held:
             await lock.acquire()

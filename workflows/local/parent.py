@@ -18,6 +18,7 @@ the kernel kills its children (PR_SET_PDEATHSIG). Start it with `-P` or `-I`: it
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import importlib
 import json
@@ -156,10 +157,8 @@ class Parent:
         """Kills every descendant, those that left their group included, until none is left."""
         while True:
             for pid in _descendants(os.getpid()):
-                try:
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
             try:
                 os.waitpid(-1, 0)
             except ChildProcessError:
@@ -196,10 +195,8 @@ def _run(module: str, argv: list[str]) -> int:
 
 
 def _kill_group(pid: int, number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)
-    except (ProcessLookupError, PermissionError):
-        pass
 
 
 def _drained(descriptor: int) -> bool:

@@ -93,7 +93,8 @@ class ParentProcess:
         async with self._starting:
             if self._connection is None:
                 await self._launch()
-            assert self._connection is not None and self._ready is not None
+            assert self._connection is not None
+            assert self._ready is not None
             try:
                 async with asyncio.timeout(START_DEADLINE_S):
                     await asyncio.shield(self._ready)
@@ -113,7 +114,7 @@ class ParentProcess:
             # A session of its own: a SIGKILL to the interpreter's whole group leaves it alive to end its children.
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", str(PARENT), ",".join(self.warm.modules), self.run_module, *roots),
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 start_new_session=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from colchis.workflows.local.calls import Call, Frame, Template, TemplateError, node_artifacts, node_values
 from colchis.workflows.local.conditions import ConditionError
 from colchis.workflows.local.fanout import (
     Children,
+    Item,
     arguments_of,
     collect_outputs,
     expand,
     is_loop,
+    loop_reason,
     loop_values,
     should_run,
 )
@@ -20,169 +24,136 @@ from colchis.workflows.local.nodes import Node, NodeType, Phase
 from colchis.workflows.local.substitution import SubstitutionError
 
 if TYPE_CHECKING:
-    from colchis.workflows.local.workflow import Frame, WorkflowRun
+    from colchis.workflows.local.workflow import WorkflowRun
 
 FAIL_FAST = "template has failed or errored children and failFast enabled"
+Step = Mapping[str, Any]
 
 
-async def run(run: WorkflowRun, node: Node, template: Mapping[str, Any], frame: Frame) -> None:
-    """Runs the groups and marks `node`; stops after the first group that isn't successful."""
+async def run(run: WorkflowRun, node: Node, template: Template, frame: Frame) -> None:
+    """Runs the groups and marks `node`; ends with the first group that isn't successful."""
     children = Children(run, template)
     text = json.dumps(template)
-    group_node: Node | None = None
-    for number, group in enumerate(template["steps"]):
-        before, group_node = group_node, _group_node(run, node, number, group_node)
-        nodes = await _Group(run, node, group_node, children, frame, text).run(group)
+    parents = [node]
+    for number, steps in enumerate(template["steps"]):
+        group_node = run.nodes.add(f"{node.name}[{number}]", NodeType.STEP_GROUP, "", boundary=node)
+        for parent in parents:
+            run.nodes.connect(parent, group_node)
+        group = _Group(run, node, group_node, children, frame, text)
+        await group.run(steps)
+        leaves = [leaf for child in group_node.children for leaf in run.nodes.outbound(run.nodes[child])]
+        parents = leaves or [group_node]
+        node.outbound = [leaf.id for leaf in leaves]
         if group_node.phase.failed:
-            node.outbound = [leaf.id for child in group_node.children for leaf in run.nodes.outbound(run.nodes[child])]
             run.nodes.mark(node, Phase.FAILED, group_node.message)
             return
-        frame = _with_outputs(frame, group, nodes)
-        del before
-    if group_node is not None:
-        node.outbound = [leaf.id for child in group_node.children for leaf in run.nodes.outbound(run.nodes[child])]
+        frame = group.with_outputs(steps)
     collect_outputs(node, template, frame)
     run.nodes.mark(node, Phase.SUCCEEDED)
 
 
-def _group_node(run: WorkflowRun, node: Node, number: int, before: Node | None) -> Node:
-    group = run.nodes.add(f"{node.name}[{number}]", NodeType.STEP_GROUP, "", boundary=node)
-    parents = [node]
-    if before is not None:
-        parents = [leaf for child in before.children for leaf in run.nodes.outbound(run.nodes[child])] or [before]
-    for parent in parents:
-        run.nodes.connect(parent, group)
-    return group
-
-
-def _with_outputs(frame: Frame, group: list[Mapping[str, Any]], nodes: Mapping[str, list[Node]]) -> Frame:
-    from dataclasses import replace
-
-    from colchis.workflows.local.workflow import node_values
-
-    values: dict[str, str] = {}
-    artifacts: dict[str, str] = {}
-    for step in group:
-        prefix, own = f"steps.{step['name']}", nodes[step["name"]]
-        if is_loop(step):
-            values |= loop_values(prefix, own)
-            values[f"{prefix}.status"] = str(Phase.SUCCEEDED)
-        elif own:
-            values |= node_values(prefix, own[0])
-            source = own[0].attempts[-1] if own[0].attempts else own[0]
-            artifacts |= {f"{prefix}.outputs.artifacts.{name}": key for name, key in source.outputs.artifacts.items()}
-    return replace(frame.with_values(values), artifacts={**frame.artifacts, **artifacts})
-
-
 class _Group:
+    """One group of steps. `nodes` are those of each step, in the order of its items."""
+
     def __init__(
         self, run: WorkflowRun, node: Node, group_node: Node, children: Children, frame: Frame, text: str
     ) -> None:
-        self.run_, self.node, self.group_node = run, node, group_node
+        self.workflow, self.node, self.group_node = run, node, group_node
         self.children, self.frame, self.text = children, frame, text
+        self.nodes: dict[str, list[Node]] = {}
+        self.errors: list[str] = []
 
-    async def run(self, group: list[Mapping[str, Any]]) -> dict[str, list[Node]]:
-        """Runs one group and marks its node; the nodes of each step, in order of its items."""
-        from colchis.workflows.local.workflow import Call
-
-        run, group_node = self.run_, self.group_node
-        calls: list[tuple[str, Call]] = []
-        nodes: dict[str, list[Node]] = {step["name"]: [] for step in group}
-        errors: list[str] = []
+    async def run(self, steps: list[Step]) -> None:
+        """Runs the steps and marks the group's node."""
+        self.nodes = {step["name"]: [] for step in steps}
+        mark = self.workflow.nodes.mark
         try:
-            for step in group:
-                calls += [(step["name"], call) for call in self._calls(step, nodes[step["name"]])]
+            calls = {call.name: (step["name"], call) for step in steps for call in self._calls(step)}
         except SubstitutionError as error:
-            run.nodes.mark(group_node, Phase.ERROR, f"failed to resolve references: {error}")
-            return nodes
+            mark(self.group_node, Phase.ERROR, f"failed to resolve references: {error}")
+            return
         except ConditionError as error:
-            run.nodes.mark(group_node, Phase.ERROR, str(error))
-            return nodes
-        order = {call.name: index for index, (_, call) in enumerate(calls)}
-        for name, call in calls:
-
-            def ended(result: Node | Exception, name: str = name, call: Call = call) -> None:
-                if isinstance(result, Node):
-                    nodes[name].append(result)
-                else:
-                    errors.append(f"step group deemed errored due to child {call.name} error: {result}")
-
-            self.children.submit(call, ended)
+            mark(self.group_node, Phase.ERROR, str(error))
+            return
+        for name, call in calls.values():
+            self.children.submit(call, partial(self._ended, name, call))
         await self.children.wait()
-        for own in nodes.values():
-            own.sort(key=lambda node: order.get(node.name, -1))
-        self._mark(nodes, errors)
-        return nodes
-
-    def _calls(self, step: Mapping[str, Any], nodes: list[Node]) -> list[Any]:
-        """The calls of a step; what `when` excludes becomes a Skipped node at once."""
-        from colchis.workflows.local.workflow import Call
-
-        run, node, group_node = self.run_, self.node, self.group_node
-        if is_loop(step) and "{{item" not in step.get("when", ""):
-            reason = should_run(step, self.frame.scope)
-            items = expand(step, self.frame.scope) if reason is None else _items_or_none(step, self.frame)
+        order = list(calls)
+        for nodes in self.nodes.values():
+            nodes.sort(key=lambda node: order.index(node.name) if node.name in calls else -1)
+        failed = next((node for nodes in self.nodes.values() for node in nodes if node.phase.failed), None)
+        if self.errors:
+            mark(self.group_node, Phase.ERROR, self.errors[0])
+        elif self.children.blocked:
+            mark(self.group_node, Phase.FAILED, FAIL_FAST)
+        elif failed is not None:
+            mark(self.group_node, Phase.FAILED, f"child '{failed.id}' failed")
         else:
-            items = expand(step, self.frame.scope)
-        if not items:
-            nodes.append(self._skipped(step, step["name"], "Skipped, empty params"))
-        calls = []
-        for item in items:
-            frame = self.frame.with_values(item.values)
-            name = f"{group_node.name}.{item.name}"
-            try:
-                reason = should_run(step, frame.scope)
-            except ConditionError as error:
-                skipped = self._skipped(step, item.name, str(error))
-                run.nodes.mark(skipped, Phase.ERROR)
-                raise
-            if reason is not None:
-                nodes.append(self._skipped(step, item.name, reason))
-                continue
-            calls.append(
-                Call(
-                    name,
-                    step["template"],
-                    arguments_of(step, frame),
-                    (group_node,),
-                    node,
-                    self.frame.depth + 1,
-                    self.frame.on_exit,
-                    capture_result=f"steps.{step['name']}.outputs.result" in self.text,
-                    values={"steps.name": item.name},
-                )
-            )
-        return calls
+            mark(self.group_node, Phase.SUCCEEDED)
 
-    def _skipped(self, step: Mapping[str, Any], name: str, message: str) -> Node:
-        skipped = self.run_.nodes.add(
+    def _ended(self, step: str, call: Call, result: Node | TemplateError) -> None:
+        if isinstance(result, TemplateError):
+            self.errors.append(f"step group deemed errored due to child {call.name} error: {result}")
+        else:
+            self.nodes[step].append(result)
+
+    def _calls(self, step: Step) -> list[Call]:
+        """The calls of a step; what `when` excludes becomes a Skipped node at once."""
+        reason = loop_reason(step, self.frame.scope) if is_loop(step) else None
+        try:
+            items = expand(step, self.frame.scope)
+        except SubstitutionError:
+            if reason is None:
+                raise
+            items = []
+        if not items:
+            self._skip(step, step["name"], "Skipped, empty params")
+        calls = [self._call(step, item) for item in items]
+        return [call for call in calls if call is not None]
+
+    def _call(self, step: Step, item: Item) -> Call | None:
+        frame = self.frame.with_values(item.values)
+        try:
+            reason = should_run(step, frame.scope)
+        except ConditionError as error:
+            self._skip(step, item.name, str(error), Phase.ERROR)
+            raise
+        if reason is not None:
+            self._skip(step, item.name, reason)
+            return None
+        return Call(
+            f"{self.group_node.name}.{item.name}",
+            step["template"],
+            arguments_of(step, frame),
+            (self.group_node,),
+            self.node,
+            self.frame.depth + 1,
+            self.frame.on_exit,
+            capture_result=f"steps.{step['name']}.outputs.result" in self.text,
+            values={"steps.name": item.name},
+        )
+
+    def _skip(self, step: Step, name: str, message: str, phase: Phase = Phase.SKIPPED) -> None:
+        skipped = self.workflow.nodes.add(
             f"{self.group_node.name}.{name}",
             NodeType.SKIPPED,
             step["template"],
             boundary=self.node,
-            phase=Phase.SKIPPED,
+            phase=phase,
             message=message,
         )
-        self.run_.nodes.connect(self.group_node, skipped)
-        return skipped
+        self.workflow.nodes.connect(self.group_node, skipped)
+        self.nodes[step["name"]].append(skipped)
 
-    def _mark(self, nodes: Mapping[str, list[Node]], errors: list[str]) -> None:
-        run, group_node = self.run_, self.group_node
-        if errors:
-            run.nodes.mark(group_node, Phase.ERROR, errors[0])
-        elif self.children.blocked:
-            run.nodes.mark(group_node, Phase.FAILED, FAIL_FAST)
-        else:
-            failed = next((n for own in nodes.values() for n in own if n.phase.failed), None)
-            if failed is not None:
-                run.nodes.mark(group_node, Phase.FAILED, f"child '{failed.id}' failed")
-            else:
-                run.nodes.mark(group_node, Phase.SUCCEEDED)
-
-
-def _items_or_none(step: Mapping[str, Any], frame: Frame) -> list[Any]:
-    """Of a loop whose `when` is false: its items if they can be had, because each becomes a Skipped node."""
-    try:
-        return expand(step, frame.scope)
-    except SubstitutionError:
-        return []
+    def with_outputs(self, steps: list[Step]) -> Frame:
+        """The frame that later groups see."""
+        values: dict[str, str] = {}
+        artifacts: dict[str, str] = {}
+        for step in steps:
+            prefix, nodes = f"steps.{step['name']}", self.nodes[step["name"]]
+            if is_loop(step):
+                values |= {**loop_values(prefix, nodes), f"{prefix}.status": str(self.group_node.phase)}
+            elif nodes:
+                values |= node_values(prefix, nodes[0])
+                artifacts |= node_artifacts(prefix, nodes[0])
+        return self.frame.with_values(values, artifacts)

@@ -10,7 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, TypeVar, cast
 
-from colchis.workflows.local.expressions import ExpressionError, evaluate
+from colchis.workflows.local.expression_tree import ExpressionError
+from colchis.workflows.local.expressions import evaluate
 from colchis.workflows.local.gotext import go_json
 
 TAG = re.compile(r"\{\{(=)?(.*?)\}\}", re.DOTALL)

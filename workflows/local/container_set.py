@@ -1,0 +1,89 @@
+"""containerSet templates: containers of one pod with dependencies between them, each a node of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from colchis.workflows.local.durations import seconds
+from colchis.workflows.local.nodes import Node, NodeType, Phase
+from colchis.workflows.local.substitution import substitute
+
+if TYPE_CHECKING:
+    from colchis.workflows.local.pods import Pod
+
+DEPENDENCY_FAILED = 64  # the exit code of a container that doesn't run because one before it failed
+
+
+async def run_set(pod: Pod) -> tuple[Phase, str]:
+    """Runs the containers of a pod, in one file system: phase and message of the pod's node."""
+    return await _Set(pod).run()
+
+
+class _Set:
+    def __init__(self, pod: Pod) -> None:
+        self.pod, self.workflow = pod, pod.run
+        spec = pod.template["containerSet"]
+        self.containers: list[Mapping[str, Any]] = spec["containers"]
+        self.retries = substitute(spec.get("retryStrategy", {}), pod.scope)
+        self.nodes: dict[str, Node] = {}
+        self.codes: dict[str, int] = {}
+        self.ended = {container["name"]: asyncio.Event() for container in self.containers}
+        self.stopped: str | None = None
+
+    async def run(self) -> tuple[Phase, str]:
+        self._add_nodes()
+        async with asyncio.TaskGroup() as group:
+            for container in self.containers:
+                group.create_task(self._container(container))
+        if "main" in self.codes:
+            self.pod.node.outputs.exit_code = self.codes["main"]
+        if self.stopped is not None:
+            return Phase.FAILED, self.stopped
+        messages = [self.nodes[name].message for name, code in self.codes.items() if code != 0]
+        if self.codes.get("main"):
+            messages = [self.nodes["main"].message]
+        return (Phase.FAILED, messages[0]) if messages else (Phase.SUCCEEDED, "")
+
+    def _add_nodes(self) -> None:
+        nodes, node = self.workflow.nodes, self.pod.node
+        for container in self.containers:
+            name = container["name"]
+            self.nodes[name] = nodes.add(f"{node.name}.{name}", NodeType.CONTAINER, node.template, boundary=node)
+        for container in self.containers:
+            for parent in container.get("dependencies", []):
+                nodes.connect(self.nodes[parent], self.nodes[container["name"]])
+            if not container.get("dependencies"):
+                nodes.connect(node, self.nodes[container["name"]])
+
+    async def _container(self, container: Mapping[str, Any]) -> None:
+        name = container["name"]
+        for dependency in container.get("dependencies", []):
+            await self.ended[dependency].wait()
+            if self.codes[dependency] != 0:
+                why = f'dependency "{dependency}" exited with non-zero code: {self.codes[dependency]}'
+                self._end(name, DEPENDENCY_FAILED, f": {why}")
+                return
+        code, stopped = await self._attempts(container)
+        self.stopped = stopped or self.stopped
+        self._end(name, code, "")
+
+    def _end(self, name: str, code: int, why: str) -> None:
+        self.codes[name] = code
+        phase = Phase.SUCCEEDED if code == 0 else Phase.ERROR if code == DEPENDENCY_FAILED else Phase.FAILED
+        message = f"{name}: Error (exit code {code}){why}" if code != 0 else ""
+        self.workflow.nodes.mark(self.nodes[name], phase, message)
+        self.ended[name].set()
+
+    async def _attempts(self, container: Mapping[str, Any]) -> tuple[int, str | None]:
+        """A retry runs the one container again, whatever its exit code, in the file system as it is."""
+        left = int(self.retries.get("retries", 0))
+        while True:
+            code, stopped = await self.pod.run_container(container, container["name"])
+            if code == 0 or stopped is not None or left == 0:
+                return code, stopped
+            left -= 1
+            await self.workflow.pause(seconds(self.retries.get("duration", 0)), self.pod.frame.on_exit)
+            if self.workflow.refusal_to_start(self.pod.frame.on_exit) is not None:
+                return code, stopped

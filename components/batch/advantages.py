@@ -57,6 +57,17 @@ def advantages(estimator: str, base: Baseline) -> NDArray[np.float64]:
     BadData when a difference of scores is too large for float64.
     """
     n = len(base.deviations)
+    with np.errstate(over="ignore"):  # refused below
+        a = _estimate(estimator, base, n)
+    if not np.isfinite(a).all():
+        raise BadData(
+            f"advantages overflow: scores lie {float(np.ptp(base.deviations))} x {base.scale} apart",
+            hint="scale the grader's scores down",
+        )
+    return a
+
+
+def _estimate(estimator: str, base: Baseline, n: int) -> NDArray[np.float64]:
     match estimator:
         case "grpo":
             if base.spread <= 0:
@@ -65,17 +76,11 @@ def advantages(estimator: str, base: Baseline) -> NDArray[np.float64]:
             bound = (n - 1) / math.sqrt(n)
             if float(np.abs(a).max()) > bound * (1 + ROUNDING):
                 raise Bug(f"advantage {float(np.abs(a).max())} exceeds (n-1)/sqrt(n) = {bound} for n = {n}")
+            return a
         case "dr_grpo":
-            a = base.deviations * base.scale
+            return base.deviations * base.scale
         case "rloo":
             if n < 2:
                 raise Bug("rloo needs two valid members; algorithm.min_valid must be 2 or more")
-            a = base.deviations * base.scale * (n / (n - 1))
-        case _:
-            raise Bug(f"no estimator '{estimator}'")
-    if not np.isfinite(a).all():
-        raise BadData(
-            f"advantages overflow: scores lie {float(np.ptp(base.deviations))} x {base.scale} apart",
-            hint="scale the grader's scores down",
-        )
-    return a
+            return base.deviations * base.scale * (n / (n - 1))
+    raise Bug(f"no estimator '{estimator}'")

@@ -8,6 +8,7 @@ nothing warns. Here a forward pass without `doc_ends` fails.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -45,11 +46,16 @@ def packed_attention(
     for name, given in (("softcap", softcap), ("s_aux", s_aux)):
         if given is not None:
             raise BadConfig(f"the trainer's attention does not support '{name}', which this model family uses")
+    runs = list(document_runs(doc_ends))
+    longest = max(length for _, length in runs)
+    if sliding_window is not None and longest > sliding_window:
+        raise BadConfig(f"a document of {longest} tokens exceeds the model's sliding window of {sliding_window}")
+    sizes = [count * length for count, length in runs]
     outputs = []
-    for start, count, length in document_runs(doc_ends):
-        if sliding_window is not None and length > sliding_window:
-            raise BadConfig(f"a document of {length} tokens exceeds the model's sliding window of {sliding_window}")
-        q, k, v = (_documents(x, start, count, length) for x in (query, key, value))  # [count, heads, length, D]
+    for (count, length), *parts in zip(
+        runs, *(x.squeeze(0).split_with_sizes(sizes, dim=1) for x in (query, key, value)), strict=True
+    ):
+        q, k, v = (_documents(x, count, length) for x in parts)  # [count, heads, length, D]
         out = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
         )
@@ -57,24 +63,15 @@ def packed_attention(
     return torch.cat(outputs).unsqueeze(0), None
 
 
-def document_runs(doc_ends: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(start, count, length) of each run of neighbouring documents with equal length."""
-    start = run_start = count = run_length = 0
-    for end in doc_ends:
-        length = end - start
-        if count and length != run_length:
-            yield run_start, count, run_length
-            run_start, count = start, 0
-        run_length = length
-        count += 1
-        start = end
-    yield run_start, count, run_length
+def document_runs(doc_ends: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(count, length) of each run of neighbouring documents with equal length."""
+    lengths = (end - start for start, end in pairwise((0, *doc_ends)))
+    return ((len(list(run)), length) for length, run in groupby(lengths))
 
 
-def _documents(x: Tensor, start: int, count: int, length: int) -> Tensor:
-    """[1, heads, T, D] -> [count, heads, length, D], a view."""
-    heads, width = x.shape[1], x.shape[3]
-    return x[0, :, start : start + count * length].view(heads, count, length, width).transpose(0, 1)
+def _documents(x: Tensor, count: int, length: int) -> Tensor:
+    """[heads, count * length, D] -> [count, heads, length, D], a view."""
+    return x.view(x.shape[0], count, length, x.shape[2]).transpose(0, 1)
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

@@ -1,7 +1,6 @@
 """Large objects: parallel parts in bounded memory, our own checksums on the way, all or nothing.
 
-An upload holds at most PARALLEL + 2 parts in memory; a download holds one chunk per connection, since ranges go
-straight to their place in the file and are hashed in order from there (which also checks what the disk holds).
+An upload holds at most PARALLEL + 2 parts in memory, a download at most PARALLEL + 2 ranges.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from colchis.components.errors import BadConfig, BadData, PeerUnavailable
 from colchis.components.store.payload import Checksums, Payload
@@ -28,7 +28,9 @@ from colchis.components.store.requests import Absent, NoUpload, OutOfRange, Requ
 PARALLEL = 8
 PART_BYTES = 16 << 20
 MOST_PARTS = 10_000
-CHUNK_BYTES = 1 << 20
+RANGE_BYTES = 8 << 20
+VERIFY_BYTES = 256 << 20
+CHUNK_BYTES = 256 << 10
 ABORT_DEADLINE_S = 10.0
 
 
@@ -255,10 +257,10 @@ def download(requests: Requests, payload: Payload, path: Path) -> Transfer:
         path.parent.mkdir(parents=True, exist_ok=True)
         if (free_bytes := shutil.disk_usage(path.parent).free) < payload.bytes:
             raise OSError(errno.ENOSPC, f"No space left on device ({free_bytes} bytes free)")
-        with _temporary(path) as descriptor:
+        with _temporary(path) as file:
             for last_try in (False, True):
                 found = payload.checksums()
-                retries += _fetch(requests, payload, descriptor, found)
+                retries += _fetch(requests, payload, file, found)
                 try:
                     payload.check(found)
                     break
@@ -266,6 +268,7 @@ def download(requests: Requests, payload: Payload, path: Path) -> Transfer:
                     if last_try:
                         raise
                     retries += 1
+                    file.truncate(0)
     except OSError as error:
         raise BadConfig(
             f"cannot write {payload.bytes} bytes to {path}: {error.strerror}",
@@ -278,34 +281,39 @@ def download(requests: Requests, payload: Payload, path: Path) -> Transfer:
 def verify(requests: Requests, payload: Payload) -> None:
     """Read the stored object back and check it, keeping nothing. BadData when it is absent or differs."""
     found = payload.checksums()
-    for start, end in _ranges(payload.bytes):
+    for start, end in _ranges(payload.bytes, VERIFY_BYTES):
         _read_range(requests, payload, start, end, lambda _, chunk: found.update(chunk))
     payload.check(found)
 
 
-def _fetch(requests: Requests, payload: Payload, descriptor: int, found: Checksums) -> int:
-    """All ranges of the object into the file, its content through `found` in order. Returns the number of retries."""
+def _fetch(requests: Requests, payload: Payload, file: BinaryIO, found: Checksums) -> int:
+    """All ranges of the object into the file and through `found`, in order. Returns the number of retries.
+
+    One thread writes: several that write into one file spend their time waiting for its lock in the kernel.
+    """
     cancel = threading.Event()
-    os.ftruncate(descriptor, payload.bytes)
-    buffer = memoryview(bytearray(CHUNK_BYTES))
     retries = 0
 
-    def write(offset: int, chunk: bytes) -> None:
-        view = memoryview(chunk)
-        while view:
-            written = os.pwrite(descriptor, view, offset)
-            view, offset = view[written:], offset + written
+    def fetch(start: int, end: int) -> tuple[bytearray, int]:
+        buffer = bytearray(end - start)
 
+        def keep(offset: int, chunk: bytes) -> None:
+            buffer[offset - start : offset - start + len(chunk)] = chunk
+
+        return buffer, _read_range(requests, payload, start, end, keep, cancel)
+
+    file.seek(0)
     with ThreadPoolExecutor(PARALLEL, thread_name_prefix="download") as pool:
+        pending: deque[Future[tuple[bytearray, int]]] = deque()
+        ranges = deque(_ranges(payload.bytes, RANGE_BYTES))
         try:
-            ranges = _ranges(payload.bytes)
-            futures = [pool.submit(_read_range, requests, payload, *ends, write, cancel) for ends in ranges]
-            for (start, end), future in zip(ranges, futures, strict=True):
-                retries += future.result()
-                while start < end:
-                    read_bytes = os.preadv(descriptor, [buffer[: min(CHUNK_BYTES, end - start)]], start)
-                    found.update(buffer[:read_bytes])
-                    start += read_bytes
+            while pending or ranges:
+                while ranges and len(pending) <= PARALLEL:
+                    pending.append(pool.submit(fetch, *ranges.popleft()))
+                buffer, tries = pending.popleft().result()
+                retries += tries
+                file.write(buffer)
+                found.update(buffer)
         except BaseException:
             cancel.set()
             pool.shutdown(wait=True, cancel_futures=True)
@@ -313,8 +321,7 @@ def _fetch(requests: Requests, payload: Payload, descriptor: int, found: Checksu
     return retries
 
 
-def _ranges(size_bytes: int) -> list[tuple[int, int]]:
-    step = part_bytes(size_bytes)
+def _ranges(size_bytes: int, step: int) -> list[tuple[int, int]]:
     return [(start, min(start + step, size_bytes)) for start in range(0, max(size_bytes, 1), step)]
 
 
@@ -389,8 +396,8 @@ def _is_right(payload: Payload, path: Path) -> bool:
 
 
 @contextmanager
-def _temporary(path: Path) -> Iterator[int]:
-    """Descriptor of a new file beside `path` that becomes `path` when the block ends well, and vanishes otherwise.
+def _temporary(path: Path) -> Iterator[BinaryIO]:
+    """A new file beside `path` that becomes `path` when the block ends well, and vanishes otherwise.
 
     A writer holds a lock on its file, so what a killed writer left is told from what a living one makes, and removed.
     """
@@ -399,13 +406,12 @@ def _temporary(path: Path) -> Iterator[int]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             left.unlink()
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
-    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield descriptor
-        temporary.replace(path)
+        with temporary.open("xb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield file
+            file.flush()
+            temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    finally:
-        os.close(descriptor)

@@ -17,6 +17,7 @@ class Tokenizer:
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._readable: dict[str, bool] = {}
         # truncation or padding saved in the file would cut prompts or fill them up without a word
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -50,11 +51,14 @@ class Tokenizer:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
     def lost_character(self, text: str) -> str | None:
-        """The first character that no token of `text` stands for: a tokenizer without an unknown token drops it."""
-        covered = bytearray(len(text))
-        for start, end in self._tokenizer.encode(text, add_special_tokens=False).offsets:
-            covered[start:end] = b"\x01" * (end - start)
-        return next((c for c, kept in zip(text, covered, strict=True) if not kept and not c.isspace()), None)
+        """The first character that no token stands for: a tokenizer without an unknown token drops it. Asked character
+        by character, as the offsets of a text with dropped ones are shifted."""
+        for character in text:
+            if character not in self._readable:
+                self._readable[character] = character.isspace() or bool(self.encode_message(character))
+            if not self._readable[character]:
+                return character
+        return None
 
 
 def check_prompts(

@@ -256,7 +256,7 @@ class _Rollout:
                         where=f"{self.run}/{self.iteration}",
                         hint="look at the engines' logs",
                     )
-                await asyncio.sleep(random.uniform(0, min(5.0, 0.1 * 2**failures)))
+                await asyncio.sleep(random.uniform(0, min(2.0, 0.1 * 2**failures)))
         await self._replies(samples, turns, last=turn + 1 == self.config.rollout.max_turns)
 
     def _seed(self, sample: Sample, row: Row, turn: int) -> int:

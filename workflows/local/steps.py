@@ -116,8 +116,10 @@ class _Group:
         try:
             reason = should_run(step, frame.scope)
         except ConditionError as error:
-            self._skip(step, item.name, str(error), Phase.ERROR)
-            raise
+            if is_loop(step):
+                self._skip(step, item.name, str(error), Phase.ERROR)
+                raise
+            raise SubstitutionError(str(error)) from error  # a controller finds it while it resolves the group
         if reason is not None:
             self._skip(step, item.name, reason)
             return None

@@ -47,9 +47,11 @@ class BoundaryRecord(Record):
     """The numbers; which ones depends on the boundary (docs/reload.md)."""
 
     def headline(self) -> dict[str, Any]:
-        """The scalars of the proof, short enough for a log line."""
+        """The scalars of the proof, short enough for a log line; what the record itself says is left out."""
         line: dict[str, Any] = {"seconds": round(self.seconds, 4)}
         for name, value in self.proof.items():
+            if name in type(self).model_fields:
+                continue
             if isinstance(value, float):
                 line[name] = round(value, 6)
             elif isinstance(value, str):

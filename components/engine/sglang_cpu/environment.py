@@ -52,16 +52,8 @@ def build() -> Path:
         subprocess.run([home / "uv" / "bin" / "pip", "install", "--quiet", UV], check=True)
         uv = home / "uv" / "bin" / "uv"
         subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, home / "venv"], check=True)
-        install = [
-            uv,
-            "pip",
-            "install",
-            "--quiet",
-            "--require-hashes",
-            "--compile-bytecode",
-            "--python",
-            home / "venv" / "bin" / "python",
-        ]
+        install: list[str | Path] = [uv, "pip", "install", "--quiet", "--require-hashes", "--compile-bytecode"]
+        install += ["--python", home / "venv" / "bin" / "python"]
         subprocess.run([*install, "-r", REQUIREMENTS / FILES[0]], check=True)
         subprocess.run([*install, "--no-deps", "-r", REQUIREMENTS / FILES[1]], check=True)
         (home / "complete").touch()

@@ -54,7 +54,7 @@ def declare_kernels() -> None:
     sys.modules["sgl_kernel"] = module
 
 
-def declare_torchvision_operators() -> torch.library.Library:
+def declare_torchvision_operators() -> Any:
     """Schemas that torchvision's CUDA build registers only beside a CUDA build of torch."""
     library: Any = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
     for operator in ("nms", "qnms"):

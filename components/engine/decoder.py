@@ -7,7 +7,7 @@ Shapes in comments: B rows, P prompt tokens, W attention window, H heads, K kv h
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,8 +17,12 @@ import torch.nn.functional as F
 from colchis.components.engine.architecture import Architecture, Rope, RopeKind
 from colchis.components.engine.weights import Layer, Linear, StaticWeights
 
-WINDOW_TOKENS = 64
-"""The attention window grows in steps of this many tokens."""
+WINDOWS = (16, 32, 48, 64, 96, 128, 192, 256)
+"""Attention windows of short rows; above, multiples of WINDOW_TOKENS."""
+
+WINDOW_TOKENS = 512
+"""Key block of torch's CPU attention kernel. Within a block the sum over keys may split by the window's width; with
+windows of whole blocks (and the short ones above, see `invariance`) the masked end never changes a row's bits."""
 
 HEAD_TOKENS = 512
 """Prompt positions whose logits are computed at once: bounds the [positions, V] buffer."""
@@ -38,6 +42,7 @@ class Decoder(Protocol):
 
     architecture: Architecture
 
+    def named_tensors(self) -> Iterable[tuple[str, torch.Tensor]]: ...
     def prefill(self, prompts: Sequence[Sequence[int]]) -> list[Prefix]: ...
     def prompt_logits(self, prompt: Sequence[int], start: int) -> torch.Tensor: ...
     def reserve(self, rows: int, tokens: int) -> None: ...
@@ -67,6 +72,11 @@ def _inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
     return torch.where(medium, smoothed, stretched)
 
 
+def attention_window(tokens: int) -> int:
+    """The cache positions that a step looks at when its longest row has `tokens`."""
+    return next((window for window in WINDOWS if window >= tokens), -(-tokens // WINDOW_TOKENS) * WINDOW_TOKENS)
+
+
 def _linear(x: torch.Tensor, linear: Linear) -> torch.Tensor:
     return F.linear(x, linear.weight, linear.bias)
 
@@ -91,6 +101,9 @@ class StaticDecoder:
         self._cos = self._sin = torch.empty(0, self.architecture.head_dim)
         self._cache = self._empty(0, 0)
 
+    def named_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return self.weights.named_tensors()
+
     def _empty(self, rows: int, tokens: int) -> torch.Tensor:
         """Zeros, never uninitialised memory: a masked NaN still poisons the weighted sum of values."""
         a = self.architecture
@@ -104,7 +117,7 @@ class StaticDecoder:
         """Makes room for `rows` rows of `tokens` tokens; what the cache holds stays."""
         old_rows, old_tokens = self._cache.shape[1], self._cache.shape[3]
         rows = -(-rows // self.quantum) * self.quantum
-        tokens = -(-tokens // WINDOW_TOKENS) * WINDOW_TOKENS
+        tokens = attention_window(tokens)
         if rows <= old_rows and tokens <= old_tokens:
             return
         grown = self._empty(max(rows, old_rows), max(tokens, old_tokens))
@@ -163,7 +176,7 @@ class StaticDecoder:
         if padding:
             tokens, positions = F.pad(tokens, (0, padding)), F.pad(positions, (0, padding))
         rows = n + padding
-        window = min(-(-window // WINDOW_TOKENS) * WINDOW_TOKENS, self._cache.shape[3])
+        window = attention_window(window)
         cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
         # [B, 1, 1, W]: column c is visible to the row at position p when c <= p.
         visible = (torch.arange(window) <= positions.unsqueeze(1)).view(rows, 1, 1, window)
@@ -202,7 +215,7 @@ class StaticDecoder:
         for index, layer in enumerate(self.weights.layers):
             qkv = self._qkv(layer, F.rms_norm(x, (a.hidden,), layer.input_norm, a.rms_eps), cos, sin)
             heads = qkv.view(count, width, a.heads + 2 * a.kv_heads, a.head_dim).transpose(1, 2)
-            q, k, v = heads.split((a.heads, a.kv_heads, a.kv_heads), 1)
+            q, k, v = torch.split(heads, [a.heads, a.kv_heads, a.kv_heads], 1)
             if cache is not None:
                 cache[index] = heads[:, a.heads :, : cache.shape[3]]
             attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -211,7 +224,21 @@ class StaticDecoder:
         return x.view(count, width, a.hidden)
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> list[Prefix]:
-        """Computes distinct prompts together. Padding to the longest: give prompts of similar length."""
+        """Computes distinct prompts together, padded to the longest: give prompts of similar length.
+
+        With a quantum only prompts of one padded width go together: the attention kernel's blocks depend on it.
+        """
+        if self.quantum == 1:
+            return self._prefill(prompts)
+        by_width: dict[int, list[int]] = {}
+        for place, prompt in enumerate(prompts):
+            by_width.setdefault(-(-len(prompt) // self.quantum), []).append(place)
+        prefixes: dict[int, Prefix] = {}
+        for places in by_width.values():
+            prefixes.update(zip(places, self._prefill([prompts[place] for place in places]), strict=True))
+        return [prefixes[place] for place in range(len(prompts))]
+
+    def _prefill(self, prompts: Sequence[Sequence[int]]) -> list[Prefix]:
         a = self.architecture
         longest = max(map(len, prompts))
         cache = torch.empty(a.layers, len(prompts), 2 * a.kv_heads, longest, a.head_dim, dtype=self.weights.embed.dtype)
@@ -219,7 +246,7 @@ class StaticDecoder:
         last = hidden[torch.arange(len(prompts)), torch.tensor([len(prompt) - 1 for prompt in prompts])]
         logits = self._logits(F.pad(last, (0, 0, 0, -len(prompts) % self.quantum)))
         return [
-            # A lone prompt's cache needs no copy; of several, each gets its own memory so that one can be dropped.
+            # Own memory for each, so that dropping one frees it.
             Prefix(len(prompt), cache[:, row, :, : len(prompt)].clone(), logits[row].clone())
             for row, prompt in enumerate(prompts)
         ]
@@ -229,5 +256,5 @@ class StaticDecoder:
         hidden = self._forward([prompt], None)[0]
         # Chunks begin at multiples of HEAD_TOKENS whatever `start` is, so their shapes depend on the prompt alone.
         first = start // HEAD_TOKENS * HEAD_TOKENS
-        chunks = [self._logits(chunk) for chunk in hidden[first:].split(HEAD_TOKENS)]
+        chunks = [self._logits(chunk) for chunk in torch.split(hidden[first:], HEAD_TOKENS)]
         return torch.cat(chunks)[start - first : len(prompt) - first]

@@ -7,7 +7,7 @@ cannot depend on its companions because it has none.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,12 +20,13 @@ from colchis.components.errors import BadData
 
 def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     """A fresh transformers model with the directory's weights, checked as strictly as those of the static families."""
-    from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds, and only unknown families need it
+    import transformers  # takes seconds, and only unknown families need it
 
+    causal_model: Any = transformers.AutoModelForCausalLM
     fields = {key: value for key, value in checkpoint.config.items() if key != "transformers_version"}
     try:
-        config = AutoConfig.for_model(**fields)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        config = transformers.AutoConfig.for_model(**fields)
+        model = causal_model.from_config(config, dtype=dtype)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadData(
             f"transformers cannot build a causal model of type {checkpoint.architecture.model_type}: {error}",
@@ -49,6 +50,10 @@ class TransformersDecoder:
         self.model = model
         self.architecture = architecture
         self._caches: dict[int, Any] = {}
+
+    def named_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
+        named: Iterable[tuple[str, torch.Tensor]] = self.model.named_parameters()
+        return named
 
     def reset(self) -> None:
         self._caches.clear()

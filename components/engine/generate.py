@@ -91,7 +91,7 @@ def parse_generate(
     with_logprobs = body.return_logprob if isinstance(body.return_logprob, bool) else any(body.return_logprob)
     starts = _per_item(body.logprob_start_len, count, "logprob_start_len")
     tops = _per_item(body.top_logprobs_num, count, "top_logprobs_num")
-    chosen = body.token_ids_logprob or []
+    chosen: list[Any] = body.token_ids_logprob or []
     nested = bool(chosen) and isinstance(chosen[0], list)
     chosen_per_item = _per_item(chosen, count, "token_ids_logprob") if nested else [chosen] * count
     rids = body.rid if isinstance(body.rid, list) else [body.rid or uuid.uuid4().hex]

@@ -91,6 +91,7 @@ class Rows:
         self.max_new = np.zeros(capacity, np.int64)
         self.min_new = np.zeros(capacity, np.int64)
         self.needed = np.zeros(capacity, np.int64)
+        self.replay = np.zeros(capacity, np.int64)
         self.seed = np.zeros(capacity, np.uint64)
         self.temperature = np.ones(capacity, np.float32)
         self.greedy = np.zeros(capacity, np.bool_)
@@ -115,16 +116,19 @@ class Rows:
             grown[:, : old.shape[1]] = old
             setattr(self, name, grown)
 
-    def add(self, sample: Sample, vocab: int) -> int:
-        """Appends a sample whose prompt (and earlier output) the cache will hold; returns its row."""
+    def add(self, sample: Sample, vocab: int, *, replays: bool) -> int:
+        """Appends a sample and returns its row. Of a retracted one, the cache holds prompt and output, or (`replays`)
+        the prompt alone: then its tokens are fed again, step by step.
+        """
         row, params = self.count, sample.params
-        produced = len(sample.output_ids)
+        produced, restored = 0 if replays else len(sample.output_ids), len(sample.output_ids)
         self._widen("output_ids", params.max_new_tokens, 0)
         self._widen("logprobs", params.max_new_tokens, 0)
         self._widen("stop_ids", len(sample.stop_ids), -1)
         self.samples.append(sample)
         self.position[row] = len(sample.prompt) + produced - 1
         self.produced[row] = produced
+        self.replay[row] = restored
         self.max_new[row] = params.max_new_tokens
         self.min_new[row] = params.min_new_tokens
         self.needed[row] = sample.needed_tokens
@@ -138,14 +142,18 @@ class Rows:
         self.min_p[row] = params.min_p
         self.stop_ids[row] = -1
         self.stop_ids[row, : len(sample.stop_ids)] = list(sample.stop_ids)
-        self.output_ids[row, :produced] = sample.output_ids
-        self.logprobs[row, :produced] = sample.logprobs
+        self.output_ids[row, :restored] = sample.output_ids
+        self.logprobs[row, :restored] = sample.logprobs
         self.count += 1
         return row
 
+    def kept(self, row: int) -> int:
+        """Output tokens that the row's sample has, those still to be replayed included."""
+        return max(int(self.produced[row]), int(self.replay[row]))
+
     def collect(self, row: int) -> Sample:
         """Writes the row's output into its sample."""
-        sample, produced = self.samples[row], int(self.produced[row])
+        sample, produced = self.samples[row], self.kept(row)
         sample.output_ids = self.output_ids[row, :produced].tolist()
         sample.logprobs = self.logprobs[row, :produced].tolist()
         return sample

@@ -85,7 +85,7 @@ def filter_probs(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, 
     probs: float32 [n, V]; top_k: int64 [n] (V or more: off); top_p, min_p: float32 [n]. Rows with neutral settings
     come back bit for bit.
     """
-    ordered, index = probs.sort(-1, descending=True, stable=True)
+    ordered, index = probs.sort(stable=True, dim=-1, descending=True)
     rank = torch.arange(probs.shape[-1])
     before = ordered.cumsum(-1) - ordered
     cut = (rank >= top_k.unsqueeze(1)) | ((before >= top_p.unsqueeze(1)) & (top_p < 1).unsqueeze(1))

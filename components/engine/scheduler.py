@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
+from colchis.components.engine.advance import Piece, abort_reason, advance, extra_logprobs
 from colchis.components.engine.decoder import Decoder, Prefix
 from colchis.components.engine.metrics import Counters
+from colchis.components.engine.prefixes import Key, PrefixCache
 from colchis.components.engine.sample import Rows, Sample
-from colchis.components.engine.sampling import draw, filter_probs, uniforms
 from colchis.components.engine.settings import EngineSettings
 from colchis.components.errors import BadData, PeerUnavailable
 
@@ -42,25 +41,12 @@ class PauseMode(StrEnum):
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Output so far of a streamed sample."""
-
-    sample: Sample
-    output_ids: list[int]
-    logprobs: list[float]
-
-
-@dataclass(frozen=True)
 class Barrier:
     """A closure that waits until the samples submitted before it are done (or the engine is paused)."""
 
     order: int
     run: Callable[[], object]
     future: Future[Any]
-
-
-def abort_reason(message: str, status_code: int | None = None) -> dict[str, Any]:
-    return {"type": "abort", "message": message, "status_code": status_code, "err_type": None}
 
 
 class Scheduler:
@@ -78,11 +64,11 @@ class Scheduler:
         self._deliver, self._stop_string, self._crashed = deliver, stop_string, crashed
         self._wake = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
+        self._replays = settings.deterministic
         self._rows = Rows(settings.max_running_requests)
         self._waiting: deque[Sample] = deque()
         self._barriers: deque[Barrier] = deque()
-        self._prefixes: OrderedDict[tuple[int, ...], Prefix] = OrderedDict()
-        self._prefix_tokens = 0
+        self._prefixes = PrefixCache(settings.prefix_cache_tokens)
         self._finished: list[Sample] = []
         self._pieces: list[Piece] = []
         self._submitted = 0
@@ -186,7 +172,6 @@ class Scheduler:
         if self._rows.count:
             return False
         self._prefixes.clear()
-        self._prefix_tokens = 0
         if self.decoder is not None:
             self.decoder.reset()
         return True
@@ -202,7 +187,6 @@ class Scheduler:
             swap()
         self.decoder = decoder
         self._prefixes.clear()
-        self._prefix_tokens = 0
         if flush:
             decoder.reset()
         if version is not None:
@@ -211,7 +195,7 @@ class Scheduler:
     def set_version(self, version: str) -> None:
         self.weight_version = version
         for row in range(self._rows.count):
-            self._rows.samples[row].note_version(version, int(self._rows.produced[row]))
+            self._rows.samples[row].note_version(version, self._rows.kept(row))
 
     # --- the loop ------------------------------------------------------------------------------------------------
 
@@ -296,6 +280,14 @@ class Scheduler:
         """Whether `count` rows of `tokens` positions stay inside the cache budget."""
         return count <= self._rows.capacity and count * tokens <= self.settings.max_total_tokens
 
+    def _key(self, sample: Sample) -> Key:
+        """What is computed at once before a sample's next token.
+
+        A retracted sample's own tokens belong to it; in deterministic mode they are replayed one by one instead, since
+        a prefill and a step may round differently.
+        """
+        return tuple(sample.prompt) if self._replays else (*sample.prompt, *sample.output_ids)
+
     def _admissible(self) -> list[Sample]:
         """Takes from the queue, in order, what rows and cache can hold now."""
         limit = self._barriers[0].order if self._barriers else None
@@ -326,11 +318,14 @@ class Scheduler:
         first = self._rows.count
         decoder.reserve(first + len(samples), max(sample.needed_tokens for sample in samples))
         placed: list[torch.Tensor] = []
-        for key, group in _grouped(samples):
+        groups: dict[Key, list[Sample]] = {}
+        for sample in samples:
+            groups.setdefault(self._key(sample), []).append(sample)
+        for key, group in groups.items():
             prefix = prefixes[key]
-            rows = [
-                self._rows.add(sample, decoder.architecture.vocab) for sample in group if sample.params.max_new_tokens
-            ]
+            vocab = decoder.architecture.vocab
+            drawn = [sample for sample in group if sample.params.max_new_tokens]
+            rows = [self._rows.add(sample, vocab, replays=self._replays) for sample in drawn]
             for sample in group:
                 sample.note_version(self.weight_version, len(sample.output_ids))
                 if not sample.params.max_new_tokens:
@@ -339,21 +334,21 @@ class Scheduler:
                 decoder.place(rows[0], len(rows), prefix)
                 placed.append(prefix.logits.expand(len(rows), -1))
         if placed:
-            self._advance(slice(first, self._rows.count), torch.cat(placed))
+            self._draw(slice(first, self._rows.count), torch.cat(placed))
 
-    def _prefill(self, decoder: Decoder, samples: list[Sample]) -> dict[tuple[int, ...], Prefix]:
+    def _prefill(self, decoder: Decoder, samples: list[Sample]) -> dict[Key, Prefix]:
         """The computed prompt (and earlier output) of every sample; each distinct one is computed once."""
-        found: dict[tuple[int, ...], Prefix] = {}
-        missing: dict[tuple[int, ...], None] = {}
+        found: dict[Key, Prefix] = {}
+        missing: dict[Key, None] = {}
         for sample in samples:
-            key = (*sample.prompt, *sample.output_ids)
+            key = self._key(sample)
             fresh = not sample.admitted
             sample.admitted = True
             if fresh and sample.logprob_start >= 0:
                 self._score_prompt(decoder, sample)
-            if key not in found and key in self._prefixes:
-                self._prefixes.move_to_end(key)
-                found[key] = self._prefixes[key]
+            kept = None if key in found else self._prefixes.get(key)
+            if kept is not None:
+                found[key] = kept
             hit = key in found or key in missing
             if not hit:
                 missing[key] = None
@@ -368,18 +363,8 @@ class Scheduler:
                 batch.append(pending.pop())
             for key, prefix in zip(batch, decoder.prefill(batch), strict=True):
                 found[key] = prefix
-                self._remember(key, prefix)
+                self._prefixes.put(key, prefix)
         return found
-
-    def _remember(self, key: tuple[int, ...], prefix: Prefix) -> None:
-        """Keeps a computed prompt for later requests, least recently used out first."""
-        if prefix.tokens > self.settings.prefix_cache_tokens:
-            return
-        self._prefixes[key] = prefix
-        self._prefix_tokens += prefix.tokens
-        while self._prefix_tokens > self.settings.prefix_cache_tokens:
-            _, dropped = self._prefixes.popitem(last=False)
-            self._prefix_tokens -= dropped.tokens
 
     def _score_prompt(self, decoder: Decoder, sample: Sample) -> None:
         """Log-probs (at temperature 1, as SGLang's) of the prompt tokens after position `logprob_start`."""
@@ -388,7 +373,7 @@ class Scheduler:
         targets = torch.tensor(sample.prompt[start + 1 :], dtype=torch.int64)
         sample.input_logprobs = logprobs.gather(1, targets.unsqueeze(1)).squeeze(1).tolist()
         for row in logprobs if sample.top_logprobs or sample.token_ids_logprob else ():
-            top, chosen = _extra_logprobs(row, sample)
+            top, chosen = extra_logprobs(row, sample)
             sample.input_top.append(top)
             sample.input_chosen.append(chosen)
 
@@ -397,82 +382,19 @@ class Scheduler:
         rows, n = self._rows, self._rows.count
         window = int(rows.position[:n].max()) + 1
         logits = self.decoder.step(rows.torch_token[:n], rows.torch_position[:n], window)
-        self._advance(slice(0, n), logits)
+        self._draw(slice(0, n), logits)
 
-    def _advance(self, part: slice, logits: torch.Tensor) -> None:
-        """Draws the next token of each row in `part` from its logits [rows, V], and ends the rows that are done."""
-        rows, count = self._rows, part.stop - part.start
-        produced = rows.produced[part]
-        self._forbid_stops(part, logits)
-        scaled = logits if (rows.temperature[part] == 1).all() else logits / rows.torch_temperature[part]
-        logprobs = scaled.log_softmax(-1)
-        probs = logprobs.exp()
-        if rows.filtered[part].any():
-            probs = filter_probs(
-                probs,
-                torch.from_numpy(np.where(rows.filtered, rows.top_k, probs.shape[-1])[part]),
-                torch.from_numpy(np.where(rows.filtered, rows.top_p, np.float32(1))[part]),
-                torch.from_numpy(np.where(rows.filtered, rows.min_p, np.float32(0))[part]),
-            )
-        ids = draw(probs, torch.from_numpy(uniforms(rows.seed[part], produced)))
-        if rows.greedy[part].any():
-            ids = torch.where(torch.from_numpy(rows.greedy[part]), scaled.argmax(-1), ids)
-        chosen = logprobs.gather(1, ids.unsqueeze(1)).squeeze(1).numpy()
-        drawn = ids.numpy()
-        index = np.arange(part.start, part.stop)
-        rows.output_ids[index, produced] = drawn
-        rows.logprobs[index, produced] = chosen
-        rows.token[part] = drawn
-        rows.position[part] += 1
-        rows.produced[part] += 1
-        self.counters.generation_tokens.inc(count)
-        stopped = (drawn[:, None] == rows.stop_ids[part]).any(1) & (rows.produced[part] >= rows.min_new[part])
-        sound = np.isfinite(chosen)
-        done = stopped | (rows.produced[part] >= rows.max_new[part]) | ~sound
-        first_tokens = np.flatnonzero(produced == 1)
-        now = time.perf_counter()
-        for offset in first_tokens:
-            sample = rows.samples[part.start + int(offset)]
-            sample.first_token_s = now
-        reasons: dict[int, dict[str, Any]] = {}
-        for offset in np.flatnonzero(done).tolist():
-            row = part.start + offset
-            if not sound[offset]:
-                reasons[row] = abort_reason("the model produced a non-finite log-prob: its weights overflow", 500)
-            elif stopped[offset]:
-                reasons[row] = {"type": "stop", "matched": int(drawn[offset])}
-            else:
-                reasons[row] = {"type": "length", "length": int(rows.produced[row])}
-        for offset in np.flatnonzero(rows.watched[part]).tolist():
-            self._watch(part.start + offset, logprobs[offset], reasons)
+    def _draw(self, part: slice, logits: torch.Tensor) -> None:
+        """Advances the rows in `part` by one token and frees those that are done."""
+        fresh = self._rows.produced[part] >= self._rows.replay[part]
+        self.counters.generation_tokens.inc(int(fresh.sum()))
+        reasons, pieces = advance(self._rows, part, logits, self._stop_string)
+        self._pieces += pieces
         # From the last row down: freeing a row moves the last one, which has then been looked at already.
         for row in sorted(reasons, reverse=True):
             if reasons[row]["type"] == "abort" and self.decoder is not None:
                 self.decoder.clear(row)
             self._end_row(row, reasons[row])
-
-    def _forbid_stops(self, part: slice, logits: torch.Tensor) -> None:
-        """Before min_new_tokens the ids that would end a sample have probability 0, as in SGLang."""
-        early = np.flatnonzero(self._rows.produced[part] < self._rows.min_new[part])
-        for offset in early.tolist():
-            ids = list(self._rows.samples[part.start + offset].stop_ids)
-            logits[offset, ids] = -torch.inf
-
-    def _watch(self, row: int, logprobs: torch.Tensor, reasons: dict[int, dict[str, Any]]) -> None:
-        """The per-token work of a row that asked for some: extra log-probs, stop strings, a stream piece."""
-        rows = self._rows
-        sample, produced = rows.samples[row], int(rows.produced[row])
-        ids = rows.output_ids[row, :produced].tolist()
-        if sample.top_logprobs or sample.token_ids_logprob:
-            top, chosen = _extra_logprobs(logprobs, sample)
-            sample.output_top.append(top)
-            sample.output_chosen.append(chosen)
-        if sample.params.stop and produced >= sample.params.min_new_tokens:
-            matched = self._stop_string(sample, ids)
-            if matched is not None and reasons.get(row, {"type": "length"})["type"] == "length":
-                reasons[row] = {"type": "stop", "matched": matched}
-        if sample.streamed and row not in reasons:
-            self._pieces.append(Piece(sample, ids, rows.logprobs[row, :produced].tolist()))
 
 
 def _settle(future: Future[T], closure: Callable[[], T]) -> None:
@@ -483,21 +405,3 @@ def _settle(future: Future[T], closure: Callable[[], T]) -> None:
         future.set_result(closure())
     except (BadData, PeerUnavailable) as error:
         future.set_exception(error)
-
-
-def _grouped(samples: list[Sample]) -> Iterator[tuple[tuple[int, ...], list[Sample]]]:
-    """Samples by what their cache must hold, in order of first appearance."""
-    groups: dict[tuple[int, ...], list[Sample]] = {}
-    for sample in samples:
-        groups.setdefault((*sample.prompt, *sample.output_ids), []).append(sample)
-    yield from groups.items()
-
-
-def _extra_logprobs(logprobs: torch.Tensor, sample: Sample) -> tuple[list[tuple[float, int]], list[float]]:
-    """The top log-probs and those of the asked ids, of one position's log-probs [V]."""
-    top: list[tuple[float, int]] = []
-    if sample.top_logprobs:
-        values, ids = logprobs.topk(min(sample.top_logprobs, logprobs.shape[0]))
-        top = list(zip(values.tolist(), ids.tolist(), strict=True))
-    chosen = logprobs[sample.token_ids_logprob].tolist() if sample.token_ids_logprob else []
-    return top, chosen

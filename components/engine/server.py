@@ -14,17 +14,18 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict
 
-from colchis.components.engine.fallback import TransformersDecoder
+from colchis.components.engine.advance import Piece
 from colchis.components.engine.generate import Generation, answer, parse_generate
 from colchis.components.engine.loader import Serving, load
 from colchis.components.engine.metrics import Counters
 from colchis.components.engine.sample import Sample
-from colchis.components.engine.scheduler import PauseMode, Piece, Scheduler
+from colchis.components.engine.scheduler import PauseMode, Scheduler
 from colchis.components.engine.settings import EngineSettings
 from colchis.components.engine.text import Text
 from colchis.components.engine.weights import tensor_checksum
@@ -365,14 +366,12 @@ def _weight_routes(app: FastAPI, engine: Engine) -> None:
         skip = (body.skip_tensor_list if body else None) or []
         serving = engine.require_model()
 
-        def named() -> list[tuple[str, Any]]:
-            decoder = serving.decoder
-            tensors = (
-                decoder.model.named_parameters()
-                if isinstance(decoder, TransformersDecoder)
-                else decoder.weights.named_tensors()
-            )
-            return [(name, tensor) for name, tensor in tensors if not any(part in name for part in skip)]
+        def named() -> list[tuple[str, torch.Tensor]]:
+            return [
+                (name, tensor)
+                for name, tensor in serving.decoder.named_tensors()
+                if not any(part in name for part in skip)
+            ]
 
         # The references are taken between two steps; an update later replaces tensors, it never writes into them.
         tensors = await engine.in_scheduler(scheduler.call(named))

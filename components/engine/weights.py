@@ -104,5 +104,5 @@ def fuse(architecture: Architecture, tensors: Mapping[str, torch.Tensor]) -> Sta
 
 def tensor_checksum(tensor: torch.Tensor) -> str:
     """First 8 bytes, in hex, of sha256 over the tensor's raw bytes: what SGLang 0.5.23 answers on a CPU."""
-    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return hashlib.sha256(raw).hexdigest()[:16]

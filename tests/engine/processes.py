@@ -1,0 +1,83 @@
+"""Real engine processes on loopback, and a client for them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+VOCAB = 100
+EOS = 1
+START_DEADLINE_S = 90.0
+
+
+@dataclass
+class EngineProcess:
+    """A running engine, a client for it, and the models it can be given."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    client: httpx.Client
+
+    def generate(self, **body: Any) -> Any:
+        reply = self.client.post("/generate", json=body)
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+    def sample(self, prompt: list[int], seed: int = 7, tokens: int = 8, **params: Any) -> Any:
+        """One sample with log-probs, fixed by its seed."""
+        sampling = {"max_new_tokens": tokens, "sampling_seed": seed, "ignore_eos": True, **params}
+        return self.generate(input_ids=prompt, sampling_params=sampling, return_logprob=True)
+
+    def update(self, folder: Path, **body: Any) -> httpx.Response:
+        return self.client.post("/update_weights_from_disk", json={"model_path": str(folder), **body})
+
+    def info(self, field: str) -> Any:
+        return self.client.get("/model_info").json()[field]
+
+    def checksum(self) -> str:
+        digest: str = self.client.post("/weights_checker", json={"action": "checksum"}).json()["per_engine_checksum"]
+        return digest
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def spawn_engine(*arguments: str) -> EngineProcess:
+    port = free_port()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2] / "src")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "colchis.components.engine", "--port", str(port), *arguments], env=environment
+    )
+    url = f"http://127.0.0.1:{port}"
+    return EngineProcess(process, url, httpx.Client(base_url=url, timeout=60, limits=httpx.Limits(max_connections=200)))
+
+
+def wait_until_up(engine: EngineProcess) -> EngineProcess:
+    deadline = time.monotonic() + START_DEADLINE_S
+    while time.monotonic() < deadline:
+        assert engine.process.poll() is None, f"the engine exited with {engine.process.returncode}"
+        try:
+            if engine.client.get("/health").status_code == 200:
+                return engine
+        except httpx.TransportError:
+            time.sleep(0.1)
+    raise AssertionError(f"{engine.url} did not answer within {START_DEADLINE_S} s")
+
+
+def end(engine: EngineProcess) -> None:
+    engine.client.close()
+    engine.process.kill()
+    engine.process.wait(10)

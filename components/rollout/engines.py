@@ -15,7 +15,7 @@ import httpx
 
 from colchis.components.errors import BadConfig
 
-STATUS_TIMEOUT_S = 5.0
+STATUS_TIMEOUT_S = 3.0
 FRESH_S = 5.0
 """A status is asked again after this, or at once when an engine failed."""
 SUSPECT_S = 10.0

@@ -100,20 +100,20 @@ def load_templates(path: Path) -> dict[str, dict[str, Any]]:
 def check(manifest: Mapping[str, Any]) -> list[str]:
     """Refuses (BadConfig) a Workflow or WorkflowTemplate with anything outside the accepted subset.
 
-    Returns the ignored fields, such as `templates.train.container.resources`.
+    Returns the names of the fields that it ignores, such as `nodeSelector`.
     """
     name = manifest.get("metadata", {}).get("name") or manifest.get("metadata", {}).get("generateName")
     source = getattr(manifest, "source", "") or f"{manifest.get('kind', 'manifest')}/{name}"
     checker = _Checker(source)
     checker.manifest(manifest)
     check_rules(manifest["spec"], checker.refuse)
-    return checker.ignored
+    return sorted(checker.ignored)
 
 
 class _Checker:
     def __init__(self, source: str) -> None:
         self.source = source
-        self.ignored: list[str] = []
+        self.ignored: set[str] = set()
 
     def refuse(self, path: str, why: str, hint: str = "") -> BadConfig:
         hint = hint or "render the manifest without it, or run it on a cluster"
@@ -124,8 +124,7 @@ class _Checker:
             raise self.refuse(path, f"expected a mapping, found {type(value).__name__}", "correct the manifest")
         for key in value:
             if key in ignored:
-                if f"{path}.{key}" not in self.ignored:
-                    self.ignored.append(f"{path}.{key}")
+                self.ignored.add(key)
             elif key not in used:
                 raise self.refuse(f"{path}.{key}", "the local interpreter does not accept this field")
         return value

@@ -66,7 +66,11 @@ def _unquote(text: str) -> str:
             raise ExpressionError(f"unknown escape \\{code} in {text}")
         return _ESCAPES[code]
 
-    return re.sub(r"\\(u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|x[0-9a-fA-F]{2}|.)", replace, text[1:-1])
+    try:
+        plain = re.sub(r"\\(u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|x[0-9a-fA-F]{2}|.)", replace, text[1:-1])
+        return plain.encode("utf-16", "surrogatepass").decode("utf-16")  # two escapes may be one character
+    except (UnicodeError, ValueError) as error:
+        raise ExpressionError(f"bad escape in {text}") from error
 
 
 # The tree. `static` is the type that expr-lang's checker would know before the values are there.
@@ -89,6 +93,14 @@ class Member:
     of: Tree
     key: Tree
     optional: bool
+    static: Static = "any"
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A path with `?.` in it: nil as a whole when what stands before a `?.` is nil."""
+
+    path: Tree
     static: Static = "any"
 
 
@@ -128,7 +140,7 @@ class ListOf:
     static: Static = "list"
 
 
-Tree = Constant | Name | Member | Call | Unary | Binary | Conditional | ListOf
+Tree = Constant | Name | Member | Chain | Call | Unary | Binary | Conditional | ListOf
 
 _BINARY = {
     "or": 10,
@@ -275,9 +287,11 @@ class _Parser:
         return Call(function, arguments, _RETURNS[function])
 
     def postfix(self, tree: Tree) -> Tree:
+        chained = False
         while True:
             if self.is_operator(".") or self.is_operator("?."):
                 optional = self.take().text == "?."
+                chained |= optional
                 name = self.take()
                 if name.kind != "name":
                     raise ExpressionError(f"expected a name after '.', found {name.text!r} in {self.source!r}")
@@ -290,7 +304,7 @@ class _Parser:
                 self.expect("]")
                 tree = Member(tree, key, optional=False)
             else:
-                return tree
+                return Chain(tree) if chained else tree
 
     def need_bool(self, operator: str, tree: Tree) -> None:
         if tree.static not in ("bool", "any"):
@@ -346,6 +360,8 @@ def names(tree: Tree) -> set[str]:
             return {f"{path}.{key}" for path in names(of)}
         case Member(of=of, key=key):
             return names(of) | names(key)
+        case Chain(path=path):
+            return names(path)
         case Call(arguments=items) | ListOf(items=items):
             return set().union(*map(names, items))
         case Unary(operand=operand):

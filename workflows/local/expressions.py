@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from colchis.workflows.local.expression_tree import (
     Binary,
     Call,
+    Chain,
     Conditional,
     Constant,
     ExpressionError,
@@ -71,6 +72,11 @@ def _value(tree: Tree, scope: Mapping[str, Value]) -> Value:
             return scope[name]
         case Member(of=of, key=key, optional=optional):
             return _member(_value(of, scope), _value(key, scope), optional)
+        case Chain(path=path):
+            try:
+                return _value(path, scope)
+            except _NilInChain:
+                return None
         case ListOf(items=items):
             return [_value(item, scope) for item in items]
         case Call(function=function, arguments=arguments):
@@ -95,6 +101,10 @@ def _value(tree: Tree, scope: Mapping[str, Value]) -> Value:
     raise AssertionError(tree)
 
 
+class _NilInChain(Exception):
+    """The value before a `?.` is nil: the rest of the chain isn't evaluated."""
+
+
 def _member(of: Value, key: Value, optional: bool) -> Value:
     if isinstance(of, Mapping):
         return of.get(key)
@@ -105,7 +115,7 @@ def _member(of: Value, key: Value, optional: bool) -> Value:
             raise ExpressionError(f"index out of range: {key} (list of {len(of)})")
         return of[key]
     if of is None and optional:
-        return None
+        raise _NilInChain
     raise ExpressionError(f"cannot fetch {key} from {_shown(of)}")
 
 

@@ -24,6 +24,10 @@ from colchis.workflows.local.launcher import CannotStart, Command, Process
 
 PARENT = Path(__file__).with_name("parent.py")
 START_DEADLINE_S = 120.0  # for the imports of a warm parent, on a loaded machine
+SINGLE_THREADED = {
+    "OMP_NUM_THREADS": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # Arrow's allocator starts a thread on import
+}
 
 
 @dataclass(frozen=True)
@@ -34,23 +38,23 @@ class Warm:
     modules: tuple[str, ...]
 
 
+_STAGES = ("begin", "rollout", "grade", "batch", "train", "reload", "evaluate", "close")
 TORCH_FREE = Warm(
-    "torch-free",
-    ("colchis.components.__main__", "boto3", "httpx", "numpy", "pyarrow.parquet", "pydantic", "yaml"),
+    "torch-free", ("colchis.components.__main__", *(f"colchis.components.stages.{stage}" for stage in _STAGES))
 )
 TORCH = Warm(
     "torch",
     (
         *TORCH_FREE.modules,
+        "colchis.components.trainer",
         "torch",
         "transformers",
-        "safetensors.torch",
         "transformers.models.llama.modeling_llama",
         "transformers.models.qwen2.modeling_qwen2",
         "transformers.models.qwen3.modeling_qwen3",
     ),
 )
-STAGES_WITH_TORCH = frozenset({"train", "evaluate"})
+STAGES_WITH_TORCH = frozenset({"train"})
 STAGE_MODULE = "colchis.components"
 
 
@@ -63,11 +67,12 @@ class ParentProcess:
         self._connection: socket.socket | None = None
         self._ready: asyncio.Future[None] | None = None
         self._starting = asyncio.Lock()
+        self._sending = asyncio.Lock()
         self._children: dict[int, _Child] = {}
         self._next = 0
 
     async def start(self, how: str, command: Command) -> Process:
-        connection = await self._connected()
+        connection = await self.connected()
         self._next += 1
         child = _Child(self, self._next)
         self._children[child.id] = child
@@ -85,11 +90,17 @@ class ParentProcess:
             file.flush()
             file.seek(0)
             request = {"do": "start", "id": child.id, "how": how}
-            await _send(connection, request, [stdout.fileno(), stderr.fileno(), file.fileno()])
-        await child.started
+            async with self._sending:
+                await _send(connection, request, [stdout.fileno(), stderr.fileno(), file.fileno()])
+        try:
+            await asyncio.shield(child.started)
+        except asyncio.CancelledError:
+            child.started.add_done_callback(lambda _: child.signal(signal.SIGKILL))
+            raise
         return child
 
-    async def _connected(self) -> socket.socket:
+    async def connected(self) -> socket.socket:
+        """The socket of a parent that has made its imports; starts one when there is none."""
         async with self._starting:
             if self._connection is None:
                 await self._launch()
@@ -116,7 +127,7 @@ class ParentProcess:
                 *(sys.executable, "-P", str(PARENT), ",".join(self.warm.modules), self.run_module, *roots),
                 stdin=theirs.fileno(),
                 start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, **SINGLE_THREADED},
             )
         self._connection = ours
         self._ready = asyncio.get_running_loop().create_future()
@@ -154,7 +165,8 @@ class ParentProcess:
         connection.close()
         self._connection = None
         error = Bug(
-            f"the {self.warm.name} parent process ended while it imported {', '.join(self.warm.modules)}",
+            f"the {self.warm.name} parent process ended before it could start a command",
+            where=", ".join(self.warm.modules) or None,
             hint="its error is on stderr above; `--exec` runs without warm parents",
         )
         if self._ready is not None and not self._ready.done():
@@ -248,6 +260,7 @@ class WarmLauncher:
         self._plain = ParentProcess(Warm("plain", ()))
         self._default = default
         self._warm = {warm: ParentProcess(warm, f"{module}.__main__", roots) for warm in {default, *stages.values()}}
+        self._warming: list[asyncio.Task[socket.socket]] = []
 
     def warm_for(self, argv: Sequence[str]) -> Warm | None:
         """The imports that a command is forked with; None when it is executed."""
@@ -259,7 +272,12 @@ class WarmLauncher:
         warm = self.warm_for(command.argv)
         if warm is None:
             return await self._plain.start("exec", _with_interpreter(command))
+        if not self._warming:  # all of them, with the first stage: their imports take seconds
+            self._warming = [asyncio.create_task(parent.connected()) for parent in self._warm.values()]
         return await self._warm[warm].start("fork", replace(command, argv=command.argv[3:]))
 
     async def close(self) -> None:
+        for task in self._warming:
+            task.cancel()
+        await asyncio.gather(*self._warming, return_exceptions=True)
         await asyncio.gather(self._plain.close(), *(parent.close() for parent in self._warm.values()))

@@ -34,6 +34,11 @@ def _unique(payload: list[Payload]) -> list[Payload]:
     return payload
 
 
+def _finite(outputs: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    json.dumps(outputs, allow_nan=False)
+    return outputs
+
+
 class Commit(BaseModel):
     """What one stage (or one shard of it) has decided. Immutable: there is one per StageKey, for ever."""
 
@@ -49,7 +54,7 @@ class Commit(BaseModel):
     created_at: datetime
     """By the clock of the writer: for people, nothing is decided by it."""
     payload: Annotated[list[Payload], AfterValidator(_unique)] = Field(default_factory=list)
-    outputs: dict[str, JsonValue] = Field(default_factory=dict)
+    outputs: Annotated[dict[str, JsonValue], AfterValidator(_finite)] = Field(default_factory=dict)
     """Small values that later stages decide by (version, counts, digests)."""
     inputs: dict[str, str] = Field(default_factory=dict)
     """What was consumed: commit key -> digest of that commit."""
@@ -168,7 +173,7 @@ class Attempt:
         }
         try:
             body = Commit.model_validate(document).body()
-        except (ValidationError, ValueError) as error:
+        except ValidationError as error:
             raise Bug(f"attempt at {self.stage}: outputs are not finite JSON values: {error}") from error
         if self.store.create(self.stage.commit, body):
             return Commit.parse(body, self.stage)

@@ -23,6 +23,7 @@ from botocore.exceptions import (
     ResponseStreamingError,
     SSLError,
 )
+from botocore.exceptions import ConnectionError as BotoConnectionError
 from botocore.parsers import ResponseParserError
 from tenacity import (
     RetryCallState,
@@ -64,6 +65,7 @@ _TRANSIENT = {
     "XAmzContentSHA256Mismatch",
 }
 _NETWORK = (
+    BotoConnectionError,
     ConnectionError,
     HTTPClientError,
     IncompleteReadError,

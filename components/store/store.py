@@ -79,13 +79,22 @@ class Store:
     def replace(self, key: str, data: bytes, etag: str) -> bool:
         """Write `data` if the object is still the one that was read with `etag` (compare-and-swap).
 
-        True: the object there is ours, also when the reply was lost. False: it was changed or deleted by somebody;
-        read it again. ETags of some stores depend on content only: records that come back to an old content carry a
-        counter.
+        True: ours is written, also when its reply was lost. False: it was changed or deleted by somebody; read it
+        again. A write that was asked for twice is told by its content, and ETags of some stores depend on content
+        only: records that many writers change carry an id of the change.
         """
+        tries = 0
+
+        def write() -> None:
+            nonlocal tries
+            tries += 1
+            self.requests.client.put_object(Bucket=self.settings.bucket, Key=key, Body=data, IfMatch=etag)
+
         try:
-            self._put(key, data, IfMatch=etag)
+            self.requests.call("put", key, write)
         except (Absent, Lost):
+            if tries == 1:
+                return False
             found = self.find(key)
             return found is not None and found.data == data
         return True

@@ -122,9 +122,9 @@ def _not_finite(
     for name, values in named:
         if values is not None and not bool(torch.isfinite(values).all()):
             index = int((~torch.isfinite(values)).nonzero()[0])
-            return f"{name} is {float(values[index])} at {mb.place_of(index)}{_broken_weight(model)}"
+            return f"{name} is {values[index].item()} at {mb.place_of(index)}{_broken_weight(model)}"
     if not bool(torch.isfinite(share)):
-        return f"the loss of a micro-batch is {float(share)}: its sum over {mb.tokens} tokens overflows"
+        return f"the loss of a micro-batch is {share.item()}: its sum over {mb.tokens} tokens overflows"
     return None
 
 

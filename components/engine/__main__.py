@@ -13,9 +13,12 @@ import click
 import torch
 import uvicorn
 
-from colchis.components.engine.server import Engine, build_app
+from colchis.components.engine.server import build_app
+from colchis.components.engine.service import Engine
 from colchis.components.engine.settings import EngineSettings
 from colchis.components.errors import BadConfig, Bug, ColchisError
+
+SWITCH_INTERVAL_S = 0.0005
 
 EXAMPLE = """
 \b
@@ -46,6 +49,8 @@ class EngineServer(uvicorn.Server):
 def serve(settings: EngineSettings) -> None:
     """Serves until SIGTERM or SIGINT. Raises BadData when `model_path` is no good, Bug when the scheduler crashed."""
     torch.set_num_threads(settings.threads)
+    # Every torch call releases the GIL; with Python's 5 ms the decode loop would wait that long behind each request.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     server: EngineServer
 
     def on_crash() -> None:
@@ -62,7 +67,14 @@ def serve(settings: EngineSettings) -> None:
         backlog=4096,
     )
     server = EngineServer(config, engine)
-    server.run()
+    try:
+        server.run()
+    except SystemExit:
+        # uvicorn's own exit after a failed start says less than the error does.
+        if engine.start_error is None:
+            raise
+    if engine.start_error is not None:
+        raise engine.start_error
     if engine.crashed:
         raise Bug("the scheduler ended on an error of its own, see the log above")
 

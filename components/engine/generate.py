@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import secrets
-import uuid
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,15 @@ from colchis.components.errors import BadData
 
 DETERMINISTIC_SEED = 42
 """Seed of a request without one in deterministic mode, as SGLang's."""
+
+
+_PROCESS = secrets.token_hex(8)
+_numbers = itertools.count()
+
+
+def _new_id() -> str:
+    """A request id, unique over processes; drawn from a counter because a system call per request costs a GIL switch."""
+    return f"{_PROCESS}{next(_numbers):08x}"
 
 
 class GenerateBody(BaseModel):
@@ -94,7 +103,7 @@ def parse_generate(
     chosen: list[Any] = body.token_ids_logprob or []
     nested = bool(chosen) and isinstance(chosen[0], list)
     chosen_per_item = _per_item(chosen, count, "token_ids_logprob") if nested else [chosen] * count
-    rids = body.rid if isinstance(body.rid, list) else [body.rid or uuid.uuid4().hex]
+    rids = body.rid if isinstance(body.rid, list) else [body.rid or _new_id()]
     if len(rids) == 1 and count > 1:
         rids = [f"{rids[0]}_{index}" for index in range(count)]
     samples: list[Sample] = []

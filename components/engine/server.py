@@ -5,31 +5,25 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import json
 import logging
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import Future
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-from pydantic import BaseModel, ConfigDict
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from colchis.components.engine.advance import Piece
-from colchis.components.engine.generate import Generation, answer, parse_generate
-from colchis.components.engine.loader import Serving, load
-from colchis.components.engine.metrics import Counters
+from colchis.components.engine.generate import parse_generate
+from colchis.components.engine.generate_route import GenerateRoute
 from colchis.components.engine.sample import Sample
-from colchis.components.engine.scheduler import PauseMode, Scheduler
-from colchis.components.engine.settings import EngineSettings
-from colchis.components.engine.text import Text
+from colchis.components.engine.scheduler import PauseMode
+from colchis.components.engine.service import Body, Engine, UpdateFromDisk, refusal
 from colchis.components.engine.weights import tensor_checksum
-from colchis.components.errors import BadData, PeerUnavailable
+from colchis.components.errors import BadData, ColchisError, PeerUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -37,25 +31,6 @@ OPEN_ROUTES = ("/health", "/ready", "/metrics", "/ping")
 """Prefixes that need no key: probes and scrapes."""
 
 HEALTH_DEADLINE_S = 20.0
-LOAD_FORMATS = {None, "auto", "safetensors"}
-
-
-class Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class UpdateFromDisk(Body):
-    """The last four fields are SGLang's that change nothing here."""
-
-    model_path: str
-    load_format: str | None = None
-    flush_cache: bool = True
-    weight_version: str | int | None = None
-    abort_all_requests: bool = False
-    recapture_cuda_graph: bool = False
-    torch_empty_cache: bool = False
-    token_step: int = 0
-    manifest: dict[str, Any] | None = None
 
 
 class UpdateVersion(Body):
@@ -83,112 +58,20 @@ class CheckWeights(Body):
     selector: str | None = None
 
 
-class Waiter:
-    """One /generate request: counts down its samples, and passes stream pieces on."""
+class RequireKey:
+    """Asks for the bearer token, except on probes and scrapes."""
 
-    def __init__(self, generation: Generation) -> None:
-        self.generation = generation
-        self.open = len(generation.samples)
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.pieces: asyncio.Queue[tuple[Sample, Piece | None]] = asyncio.Queue()
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self.app = app
+        self.expected = f"Bearer {key}".encode()
 
-
-class Engine:
-    """What the routes share: the scheduler, the model that serves, and the requests in flight (by sample)."""
-
-    def __init__(self, settings: EngineSettings, on_crash: Callable[[], None]) -> None:
-        self.settings = settings
-        self.counters = Counters()
-        self.text = Text()
-        self.serving: Serving | None = None
-        self.update_lock = asyncio.Lock()
-        self.waiters: dict[int, Waiter] = {}
-        self.loop: asyncio.AbstractEventLoop | None = None
-        self.crashed = False
-        self._on_crash = on_crash
-        self.scheduler = Scheduler(settings, self.counters, self._deliver, self.text.stop_string, self._crash)
-
-    def _crash(self) -> None:
-        self.crashed = True
-        self._on_crash()
-
-    def _deliver(self, finished: list[Sample], pieces: list[Piece]) -> None:
-        """Called in the scheduler's thread, once a step."""
-        if self.loop is not None and not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(self._hand_out, finished, pieces)
-
-    def _hand_out(self, finished: list[Sample], pieces: list[Piece]) -> None:
-        for piece in pieces:
-            waiter = self.waiters.get(id(piece.sample))
-            if waiter is not None:
-                waiter.pieces.put_nowait((piece.sample, piece))
-        for sample in finished:
-            waiter = self.waiters.pop(id(sample), None)
-            if sample.finished_s is not None:
-                self.counters.latency.observe(sample.finished_s - sample.created_s)
-            if sample.first_token_s is not None:
-                self.counters.first_token.observe(sample.first_token_s - sample.created_s)
-            if waiter is None:
-                continue
-            waiter.open -= 1
-            if waiter.generation.stream:
-                waiter.pieces.put_nowait((sample, None))
-            if waiter.open == 0 and not waiter.done.done():
-                waiter.done.set_result(None)
-
-    def submit(self, generation: Generation) -> Waiter:
-        waiter = Waiter(generation)
-        for sample in generation.samples:
-            self.waiters[id(sample)] = waiter
-        self.scheduler.submit(generation.samples)
-        return waiter
-
-    def drop(self, generation: Generation, message: str) -> None:
-        """Frees the rows of a request that nobody waits for."""
-        mine = {id(sample) for sample in generation.samples}
-        self.scheduler.post(lambda: _discard(self.scheduler, mine, message))
-
-    async def in_scheduler(self, future: Future[Any]) -> Any:
-        return await asyncio.wrap_future(future)
-
-    def require_model(self) -> Serving:
-        if self.serving is None:
-            raise PeerUnavailable(
-                "no model is loaded", hint="POST /update_weights_from_disk with a model directory first"
-            )
-        return self.serving
-
-    async def update_from_disk(self, body: UpdateFromDisk) -> str:
-        """Reads and checks beside the running model, then swaps between two steps. Returns the message."""
-        started = time.perf_counter()
-        if body.load_format not in LOAD_FORMATS:
-            raise BadData(f"load_format {body.load_format!r} is unknown", hint="auto or safetensors")
-        async with self.update_lock:
-            folder = Path(body.model_path)
-            fresh = await asyncio.to_thread(load, folder, self.settings, self.serving, self.text)
-            version = None if body.weight_version is None else str(body.weight_version)
-
-            def install() -> None:
-                self.scheduler.install(fresh.decoder, fresh.swap, version, flush=body.flush_cache)
-                self.serving, self.text.tokenizer = fresh, fresh.tokenizer
-
-            if body.abort_all_requests:
-                self.scheduler.post(lambda: _discard(self.scheduler, None, "aborted by a weight update"))
-            await self.in_scheduler(self.scheduler.call_when_idle(install))
-        seconds = time.perf_counter() - started
-        self.counters.weight_load_seconds.labels("disk").observe(seconds)
-        log.info("weights from %s serve as version %s after %.3f s", folder, self.scheduler.weight_version, seconds)
-        return f"Succeeded to update model weights from {folder} in {seconds:.3f} s."
-
-
-def _discard(scheduler: Scheduler, wanted: set[int] | None, message: str) -> None:
-    scheduler.abort(lambda sample: wanted is None or id(sample) in wanted, message)
-
-
-def refusal(message: str, status: int) -> JSONResponse:
-    """SGLang's error body, and `success` and `message` for its control routes."""
-    error = {"message": message, "type": "BadRequestError" if status == 400 else "Unavailable", "code": status}
-    return JSONResponse({"success": False, "message": message, "error": error}, status)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not scope["path"].startswith(OPEN_ROUTES):
+            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            if not hmac.compare_digest(given, self.expected):
+                await refusal("missing or wrong bearer token", 401)(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
 
 
 def build_app(engine: Engine) -> FastAPI:
@@ -199,7 +82,11 @@ def build_app(engine: Engine) -> FastAPI:
         engine.loop = asyncio.get_running_loop()
         engine.scheduler.start()
         if engine.settings.model_path is not None:
-            await engine.update_from_disk(UpdateFromDisk(model_path=str(engine.settings.model_path)))
+            try:
+                await engine.update_from_disk(UpdateFromDisk(model_path=str(engine.settings.model_path)))
+            except ColchisError as error:
+                engine.start_error = error
+                raise
         yield
         await asyncio.to_thread(engine.scheduler.stop)
 
@@ -219,75 +106,16 @@ def build_app(engine: Engine) -> FastAPI:
         return refusal(fields, 400)
 
     if engine.settings.api_key is not None:
-        expected = f"Bearer {engine.settings.api_key}".encode()
-
-        @app.middleware("http")
-        async def authorise(request: Request, proceed: Callable[[Request], Awaitable[Response]]) -> Response:
-            given = request.headers.get("authorization", "").encode()
-            if request.url.path.startswith(OPEN_ROUTES) or hmac.compare_digest(given, expected):
-                return await proceed(request)
-            return refusal("missing or wrong bearer token", 401)
-
-    _generation_routes(app, engine)
+        app.add_middleware(RequireKey, key=engine.settings.api_key)
+    app.router.routes.append(Route("/generate", GenerateRoute(engine), methods=["POST", "PUT"]))
+    _control_routes(app, engine)
     _weight_routes(app, engine)
     _probe_routes(app, engine)
     return app
 
 
-def _generation_routes(app: FastAPI, engine: Engine) -> None:
+def _control_routes(app: FastAPI, engine: Engine) -> None:
     scheduler = engine.scheduler
-
-    async def generate(request: Request) -> Response:
-        try:
-            serving = engine.require_model()
-            generation = parse_generate(
-                await request.body(), engine.settings, serving.architecture, serving.eos_token_ids, engine.text
-            )
-        except BadData as error:
-            return refusal(str(error), 400)
-        except PeerUnavailable as error:
-            return refusal(str(error), 503)
-        waiter = engine.submit(generation)
-        if generation.stream:
-            return StreamingResponse(stream(waiter), media_type="text/event-stream")
-        gone = asyncio.ensure_future(_disconnected(request))
-        await asyncio.wait((waiter.done, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not waiter.done.done():
-            engine.drop(generation, "the client disconnected")
-            return Response(status_code=499)
-        gone.cancel()
-        engine.counters.requests.inc()
-        version = scheduler.weight_version
-        answers = [answer(generation, sample, engine.text, version) for sample in generation.samples]
-        status = (
-            503 if any((sample.finish_reason or {}).get("status_code") == 503 for sample in generation.samples) else 200
-        )
-        return Response(
-            json.dumps(answers[0] if generation.single else answers).encode(),
-            status,
-            media_type="application/json",
-        )
-
-    async def stream(waiter: Waiter) -> AsyncIterator[str]:
-        generation, left = waiter.generation, len(waiter.generation.samples)
-        numbers = {id(sample): number for number, sample in enumerate(generation.samples)}
-        try:
-            while left:
-                sample, piece = await waiter.pieces.get()
-                so_far = None if piece is None else (piece.output_ids, piece.logprobs)
-                left -= piece is None
-                message = answer(generation, sample, engine.text, scheduler.weight_version, so_far)
-                if not generation.single:
-                    message["index"] = numbers[id(sample)]
-                yield f"data: {json.dumps(message)}\n\n"
-            engine.counters.requests.inc()
-            yield "data: [DONE]\n\n"
-        finally:
-            if left:
-                engine.drop(generation, "the client disconnected")
-
-    # A plain Starlette route: FastAPI's dependency solving costs more than a short answer's share of a decode step.
-    app.add_route("/generate", generate, methods=["POST", "PUT"])
 
     @app.post("/pause_generation")
     async def pause(body: Pause | None = None) -> dict[str, Any]:
@@ -327,12 +155,6 @@ def _generation_routes(app: FastAPI, engine: Engine) -> None:
         if flushed:
             return PlainTextResponse("Cache flushed.\n")
         return PlainTextResponse("Flush cache failed.: samples are running; retry, or pause with mode retract\n", 400)
-
-
-async def _disconnected(request: Request) -> None:
-    """Returns when the client hangs up."""
-    while (await request.receive())["type"] != "http.disconnect":
-        continue
 
 
 def _weight_routes(app: FastAPI, engine: Engine) -> None:

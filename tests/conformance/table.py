@@ -102,7 +102,7 @@ def _check_node(
     if wanted.get("message", "") not in node.get("message", ""):
         wrong.append(f"{name}: message {node.get('message')!r} lacks {wanted['message']!r}")
     outputs = node.get("outputs", {})
-    parameters = {parameter["name"]: parameter["value"] for parameter in outputs.get("parameters", [])}
+    parameters = {parameter["name"]: parameter.get("value") for parameter in outputs.get("parameters", [])}
     for key, value in wanted.get("outputs", {}).items():
         if parameters.get(key) != value:
             wrong.append(f"{name}: output {key} is {parameters.get(key)!r}, expected {value!r}")

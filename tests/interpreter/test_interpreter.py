@@ -299,3 +299,11 @@ def test_rendered_templates_are_accepted() -> None:
         parameters = template["spec"].get("arguments", {}).get("parameters", [])
         known = {f"workflow.parameters.{parameter['name']}" for parameter in parameters}
         check_spec(template["spec"], {*known, "workflow.name", "workflow.parameters", "workflow.namespace"})
+
+
+def test_commands_expand_only_what_the_template_declares(tmp_path: Path) -> None:
+    """Catches `$(HOME)` that works on a laptop and stays as it is in a pod."""
+    template = echo("$(HOME) $(WORK) $(A) $$(A)")
+    template["container"]["env"] = [{"name": "A", "value": "cluster"}, {"name": "WORK", "value": "/elsewhere"}]
+    result, _ = run(tmp_path, workflow(template), environment={"A": "laptop"})
+    assert output(result) == "$(HOME) /elsewhere laptop $(A)"

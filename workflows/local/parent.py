@@ -20,6 +20,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -232,6 +233,8 @@ def main() -> None:
     os.set_inheritable(connection.fileno(), False)
     for module in filter(None, modules.split(",")):
         importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # a child's collections then don't touch, and so copy, what the imports made
     parent = Parent(connection, run_module)
     parent.serve()
     parent.end()

@@ -46,7 +46,7 @@ class Pod:
     def __init__(self, run: WorkflowRun, node: Node, template: Template, frame: Frame) -> None:
         self.run, self.node, self.template, self.frame = run, node, template, frame
         self.name = f"{run.name}-{node.template}-{fnv32a(node.name)}"
-        self.directory = run.directory / f"{node.template[:60]}-{fnv32a(node.name):08x}"
+        self.directory = run.directory / f"{node.template[:24]}-{fnv32a(node.name):08x}"
         self.root = self.directory / "root"
         self.repository = Repository(run.settings.work_dir / "artifacts")
         declared = substitute(declared_paths(template), frame.scope)
@@ -105,8 +105,8 @@ class Pod:
 
     # The process
 
-    def _environment(self, container: Mapping[str, Any]) -> dict[str, str]:
-        """Base names of this machine < the template's env < the run's own environment."""
+    def _declared(self, container: Mapping[str, Any]) -> dict[str, str]:
+        """What the template declares as env and envFrom; the run's own environment decides the values it has."""
         settings = self.run.settings
         values: dict[str, str] = {}
         for source in container.get("envFrom", []):
@@ -116,11 +116,10 @@ class Pod:
                 raise self._no_secret(reference["name"])
             values |= {source.get("prefix", "") + key: value for key, value in (found or {}).items()}
         for entry in container.get("env", []):
-            if entry["name"] not in settings.environment:
-                value = self._variable(entry, values)
-                values |= {} if value is None else {entry["name"]: value}
-        own = {"TMPDIR": str(self.inside("/tmp")), "ARGO_PROGRESS_FILE": str(self.directory / "progress")}
-        return {**settings.base_environment, **values, **settings.environment, **own}
+            name = entry["name"]
+            value = settings.environment[name] if name in settings.environment else self._variable(entry, values)
+            values |= {} if value is None else {name: value}
+        return values
 
     def _variable(self, entry: Mapping[str, Any], before: Mapping[str, str]) -> str | None:
         """The value of one `env` entry; None for an optional one that isn't there."""
@@ -150,9 +149,11 @@ class Pod:
 
     async def run_container(self, container: Mapping[str, Any], name: str) -> tuple[int, str | None]:
         """Exit code of one container, and the message of its node when it was stopped (None: it ended by itself)."""
-        environment = self._environment(container)
+        settings, declared = self.run.settings, self._declared(container)
+        own = {"TMPDIR": str(self.inside("/tmp")), "ARGO_PROGRESS_FILE": str(self.directory / "progress")}
+        environment = {**settings.base_environment, **declared, **settings.environment, **own}
         words = substitute([*container["command"], *container.get("args", [])], self.scope)
-        argv = tuple(expand_variables(word, environment) for word in words)
+        argv = tuple(expand_variables(word, declared) for word in words)
         working = container.get("workingDir")
         directory = self.inside(substitute(working, self.scope)) if working else self.directory
         directory.mkdir(parents=True, exist_ok=True)

@@ -85,10 +85,13 @@ class _SpecCheck:
         tasks = {task["name"]: task for task in template["dag"]["tasks"]}
         if len(tasks) < len(template["dag"]["tasks"]):
             raise InvalidSpec(f"templates.{name}: the names of tasks are not unique")
+        if any(task.get("depends") for task in tasks.values()) and any(t.get("dependencies") for t in tasks.values()):
+            raise InvalidSpec(f"templates.{name} cannot use both 'depends' and 'dependencies' in the same DAG template")
         ancestors = {task: _ancestors(task, tasks, name) for task in tasks}
         outputs = {task: self.outputs(tasks[task], f"tasks.{task}") for task in tasks}
         for task_name, task in tasks.items():
             path = f"templates.{name}.tasks.{task_name}"
+            _check_dependencies(task, ancestors[task_name], set(tasks), path)
             visible = scope | _items(task) | set().union(*(outputs[above] for above in ancestors[task_name]))
             self.resolve(task, visible, path)
             self.template(task["template"], path, task.get("arguments", {}))
@@ -112,6 +115,17 @@ class _SpecCheck:
 
 def _items(step: Mapping[str, Any]) -> set[str]:
     return {"item"} if is_loop(step) else set()
+
+
+def _check_dependencies(task: Mapping[str, Any], ancestors: set[str], tasks: set[str], path: str) -> None:
+    """An argument that is the output of another task needs that task as an ancestor."""
+    arguments = task.get("arguments", {})
+    sources = [("parameter", p["name"], p.get("value", "")) for p in arguments.get("parameters", [])]
+    sources += [("artifact", a["name"], a.get("from", "")) for a in arguments.get("artifacts", [])]
+    for kind, name, source in sources:
+        other = source.removeprefix("{{tasks.").partition(".")[0] if source.startswith("{{tasks.") else ""
+        if other in tasks - ancestors:
+            raise InvalidSpec(f"{path} missing dependency '{other}' for {kind} '{name}'")
 
 
 def _ancestors(task: str, tasks: Mapping[str, Mapping[str, Any]], template: str) -> set[str]:

@@ -104,21 +104,21 @@ def test_crashes_are_reasons_and_the_pool_goes_on():
 
 
 def test_a_native_hang_is_killed_and_the_others_are_graded():
-    found, verdicts = outcomes(["number:int", "native_hang:", "number:int", "sleep:60", "number:bool"], timeout_s=1.0)
+    found, verdicts = outcomes(["number:int", "native_hang:", "number:int", "sleep:60", "number:bool"], timeout_s=3.0)
     timeout = (None, Reason.TIMEOUT)
     assert found == [(2.0, None), timeout, (2.0, None), timeout, (1.0, None)]
-    assert verdicts[1].detail == "no verdict within 1 s"
-    assert 1.0 <= verdicts[1].seconds < 10
+    assert verdicts[1].detail == "no verdict within 3 s"
+    assert 3.0 <= verdicts[1].seconds < 20
 
 
 def test_catastrophic_backtracking_is_a_timeout():
-    rule = config(face="rule", pattern=r"^(a+)+$", timeout_s=1.0)
+    rule = config(face="rule", pattern=r"^(a+)+$", timeout_s=3.0)
     verdicts = grade(rule, [said("a" * 60 + "b"), said("aa", sample=1)], rows("aa"))
     assert [(v.score, v.reason) for v in verdicts] == [(None, Reason.TIMEOUT), (1.0, None)]
 
 
 def test_what_a_grader_started_is_killed_with_it(tmp_path):
-    found, _ = outcomes([f"children:{tmp_path / 'pids'}", "number:int"], timeout_s=1.5)
+    found, _ = outcomes([f"children:{tmp_path / 'pids'}", "number:int"], timeout_s=3.0)
     assert found == [(None, Reason.TIMEOUT), (2.0, None)]
     for pid in (tmp_path / "pids").read_text().split():
         assert gone(int(pid)), f"process {pid} of the grader lives on"
@@ -152,7 +152,7 @@ def test_processes_are_kept_between_lots_and_limited_in_number():
 def test_two_workers_grade_beside_each_other():
     """While one hangs, the other grades all the rest."""
     texts = ["sleep:60", *["number:int"] * 6]
-    found, _ = outcomes(texts, workers=2, timeout_s=2.0)
+    found, _ = outcomes(texts, workers=2, timeout_s=4.0)
     assert found == [(None, Reason.TIMEOUT)] + [(2.0, None)] * 6
 
 

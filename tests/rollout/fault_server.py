@@ -139,6 +139,14 @@ class FaultServer:
             case "changed version":
                 n = len(good[0]["output_ids"])
                 meta["weight_versions"] = [{"version": "2", "start": 0, "end": n}]
+            case "two truths":
+                n = len(good[0]["output_ids"])
+                meta["weight_versions"] = [{"version": self.version, "start": 0, "end": n}]
+                meta["weight_version"] = "2"
+            case "half span":
+                meta["weight_versions"] = [{"version": self.version, "start": 0, "end": len(good[0]["output_ids"]) + 1}]
+            case "minus infinity":
+                meta["output_token_logprobs"][0][0] = float("-inf")
             case "nan":
                 meta["output_token_logprobs"][0][0] = float("nan")
             case "positive":

@@ -71,7 +71,7 @@ def test_an_environment_that_hangs_is_left_behind(generate, server):
         if episode.number == 0:
             release.wait(30)
 
-    arrived, _ = generate(Engines.at([server.url]), groups=1, environment=Episodes(act), environment_timeout_s=0.3)
+    arrived, _ = generate(Engines.at([server.url]), groups=1, environment=Episodes(act), environment_timeout_s=2.0)
     release.set()
     assert sorted(t.finish_reason for t in arrived[0]) == ["environment_timeout", "stop", "stop", "stop"]
 
@@ -131,12 +131,12 @@ def test_an_episode_that_cannot_start_names_its_row(generate, server):
     with pytest.raises(BadData, match=r"row 1: the environment cannot start \(KeyError: 'file'\)"):
         generate(Engines.at([server.url]), groups=1, environment=Episodes(prompt=prompt))
     release = threading.Event()
-    with pytest.raises(BadData, match=r"row 1: the environment did not start within 0.3 s"):
+    with pytest.raises(BadData, match=r"row 1: the environment did not start within 2 s"):
         generate(
             Engines.at([server.url]),
             groups=1,
             environment=Episodes(prompt=lambda row, seed: release.wait(20)),
-            environment_timeout_s=0.3,
+            environment_timeout_s=2.0,
         )
     release.set()
 

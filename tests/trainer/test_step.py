@@ -356,6 +356,18 @@ def test_an_idle_pass_changes_nothing(base: Path) -> None:
             torch.testing.assert_close(other[name], p, rtol=0, atol=1e-5)
 
 
+def test_a_packed_micro_batch_by_hand() -> None:
+    """Positions restart with each document (relative rotary embeddings would hide it if they did not)."""
+    samples = sorted(two_turns().samples, key=lambda s: s.id)[1:]  # 12 and 5 tokens
+    mb = pack(samples, vocabulary=VOCABULARY)
+    assert mb.doc_ends == (12, 17)
+    assert mb.position_ids.tolist() == [[*range(12), *range(5)]]
+    assert mb.rows.tolist() == [2, 3, 7, 8, 14, 15]  # one before the trained token
+    assert mb.targets.tolist() == [4, 5, 9, 1, 4, 5]
+    assert mb.sequence_tokens.tolist() == [4, 4, 4, 4, 2, 2]
+    assert mb.place_of(4) == "sample 'run/0/100/2', token 3"
+
+
 def test_a_token_outside_the_vocabulary_is_refused_by_name() -> None:
     sample = next(s for s in two_turns().samples if s.id == "run/0/100/0")
     with pytest.raises(BadData, match=r"'run/0/100/0' holds token 9, the model has 8"):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.processes import EOS, VOCAB, EngineProcess, end, spawn_engine, wait_until_up
+from tests.engine.processes import EOS, VOCAB, EngineProcess, end, fork_engine, spawn_engine, wait_until_up
 
 
 @pytest.fixture(scope="session")
@@ -84,12 +84,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def engines(models: dict[str, Path]) -> Iterator[dict[str, EngineProcess]]:
     """One engine per model family and per deterministic size, started together."""
     started = {
-        "plain": spawn_engine("--model-path", str(models["qwen2_a"]), "--weight-version", "0"),
-        "qwen3": spawn_engine("--model-path", str(models["qwen3"])),
-        "llama": spawn_engine("--model-path", str(models["llama"])),
-        "gpt2": spawn_engine("--model-path", str(models["gpt2"])),
-        "fixed": spawn_engine("--deterministic", "--model-path", str(models["qwen2_a"])),
-        "fixed_small": spawn_engine(
+        "plain": fork_engine("--model-path", str(models["qwen2_a"]), "--weight-version", "0"),
+        "qwen3": fork_engine("--model-path", str(models["qwen3"])),
+        "llama": fork_engine("--model-path", str(models["llama"])),
+        "gpt2": fork_engine("--model-path", str(models["gpt2"])),
+        "fixed": fork_engine("--deterministic", "--model-path", str(models["qwen2_a"])),
+        "fixed_small": fork_engine(
             "--deterministic", "--model-path", str(models["qwen2_a"]), "--max-running-requests", "5"
         ),
     }

@@ -18,7 +18,7 @@ MODE = "sync"
 
 ITERATION = ["--iteration", "{{inputs.parameters.iteration}}"]
 NEXT_VERSION = "{{=string(asInt(inputs.parameters.iteration) + 1)}}"
-EVALUATE_NOW = "{{=asInt(inputs.parameters.iteration) % asInt(inputs.parameters.evaluate-every) == 0}}"
+EVALUATE_NOW = "{{=asInt(inputs.parameters.iteration) % asInt(inputs.parameters.every) == 0}}"
 
 DESCRIPTIONS = {
     "run": "Name of the run: small letters, digits and hyphens. The same name with the same configuration continues it.",
@@ -88,7 +88,7 @@ def sync(shape: Shape) -> WorkflowTemplate:
                 "fill": "false",
                 "shards": "1",
                 "grade-shards": "0",
-                "evaluate-every": "1",
+                "every": "1",
             },
         )
         rollout = stage(
@@ -118,7 +118,7 @@ def sync(shape: Shape) -> WorkflowTemplate:
 
         with Steps(
             name="iteration",
-            inputs=[Parameter(name=n) for n in ("iteration", "shards", "grade-shards", "evaluate-every")],
+            inputs=[Parameter(name=n) for n in ("iteration", "shards", "grade-shards", "every")],
         ) as iteration:
             i = "{{inputs.parameters.iteration}}"
             shards, grade_shards = "{{inputs.parameters.shards}}", "{{inputs.parameters.grade-shards}}"
@@ -143,7 +143,7 @@ def sync(shape: Shape) -> WorkflowTemplate:
             name="window",
             parallelism=1,
             fail_fast=True,
-            inputs=[Parameter(name=n) for n in ("first", "count", "shards", "grade-shards", "evaluate-every")],
+            inputs=[Parameter(name=n) for n in ("first", "count", "shards", "grade-shards", "every")],
         ) as window:
             iteration(
                 name="iterate",
@@ -151,14 +151,14 @@ def sync(shape: Shape) -> WorkflowTemplate:
                     "iteration": "{{item}}",
                     "shards": window.get_parameter("shards"),
                     "grade-shards": window.get_parameter("grade-shards"),
-                    "evaluate-every": window.get_parameter("evaluate-every"),
+                    "every": window.get_parameter("every"),
                 },
                 with_sequence=m.Sequence(start="{{inputs.parameters.first}}", count="{{inputs.parameters.count}}"),
             )
 
         with Steps(name="main"):
             b = begin(name="begin")
-            begun = {n: b.get_parameter(n) for n in ("first", "count", "shards", "grade-shards", "evaluate-every")}
+            begun = {n: b.get_parameter(n) for n in ("first", "count", "shards", "grade-shards", "every")}
             fill = "{{steps.begin.outputs.parameters.fill}} == true"
             reload(name="fill", arguments={"version": b.get_parameter("version")}, when=fill)
             window(name="window", arguments=begun, when="{{steps.begin.outputs.parameters.count}} > 0")

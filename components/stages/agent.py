@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from colchis.components.agent.__main__ import command
+from colchis.components.agent.command import command
 
 __all__ = ["command"]

@@ -28,7 +28,7 @@ from colchis.components.weights.publish import base_manifest, publish
 logger = logging.getLogger(__name__)
 
 NEVER = 1_000_000_000
-"""`evaluate-every` when only the first and last version are evaluated: iteration 0 is a multiple of everything."""
+"""`every` when only the first and last version are evaluated: iteration 0 is a multiple of everything."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def command(stage: Stage, template: str, start: str, sections: tuple[str, ...]) 
         fill=w.count > 0 or final,
         shards=config.rollout.shards,
         grade_shards=config.grader.shards if config.grader.placement == "step" else 0,
-        evaluate_every=config.evaluation.every or NEVER,
+        every=config.evaluation.every or NEVER,
     )
 
 

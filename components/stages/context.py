@@ -96,6 +96,9 @@ class Stage:
         return Serving.model_validate_json(found.data) if found else None
 
     def summary(self, iteration: int) -> Summary | None:
+        """None while the iteration is open; so also for the one before the first."""
+        if iteration < 0:
+            return None
         found = self.store.find(keys.summary(self.run, iteration))
         return Summary.model_validate_json(found.data) if found else None
 
@@ -118,6 +121,11 @@ class Stage:
         """The base model's tokenizer; `folder` takes its files."""
         fetch_model_folder(self.store, self.record.model, folder, Deadline(600.0))
         return Tokenizer.from_folder(folder)
+
+
+def outputs_of(commit: Commit) -> dict[str, Any]:
+    """A commit's outputs, for readers who know what its stage writes."""
+    return dict(commit.outputs)
 
 
 def input_file(manifest: InputManifest, name: str) -> Payload:

@@ -21,18 +21,18 @@ from colchis.components.errors import BadData
 from colchis.components.logs import event
 from colchis.components.records.boundary import BoundaryRecord
 from colchis.components.records.run import Serving
-from colchis.components.stages.context import Stage, stage_command
+from colchis.components.stages.context import Stage, outputs_of, stage_command
 from colchis.components.stages.summarise import summarise
+from colchis.components.stages.train import MANIFEST
 from colchis.components.store import Commit, Payload, keys
 from colchis.components.weights import (
     Agents,
-    WeightsManifest,
     activate_all,
+    parse,
     prepare_all,
     probe_all,
     publish,
     read_manifest,
-    tensors_of,
     verify_all,
     verify_published,
 )
@@ -75,48 +75,27 @@ async def _pass(stage: Stage, version: int, boundary: str, trained: Commit | Non
                     records = await probe_all(
                         agents,
                         manifest,
-                        probe=trained.outputs.get("probe") if trained else None,
+                        probe=outputs_of(trained).get("probe") if trained else None,
                         tolerance=knobs.probe_tolerance,
                         deadline_s=knobs.activate_deadline_s,
                     )
     for record in records:
-        event(
-            logger,
-            f"boundary {record.boundary} {record.name}",
-            engine=record.engine,
-            version=version,
-            **record.headline(),
-        )
+        fields = {"engine": record.engine, "version": version, "seconds": round(record.seconds, 4)}
+        event(logger, f"boundary {record.boundary} {record.name}", **{**record.headline(), **fields})
     document = {"reload": reload_id, "records": [r.model_dump(mode="json") for r in records]}
     stage.store.put(_record_key(stage, version, reload_id, boundary), json.dumps(document, indent=1).encode())
 
 
 def _publish(stage: Stage, version: int, trained: Commit) -> None:
     """runs/R/weights/vN/manifest.json as a copy of what the train commit decided; re-created when missing."""
-    before = read_manifest(stage.store, stage.run, version - 1)
-    files = [
-        p.model_copy(update={"name": p.name.removeprefix("weights/")})
-        for p in trained.payload
-        if p.name.startswith("weights/")
-    ]
-    kind = trained.outputs["kind"]
-    tensors = before.tensors if kind == "same" else tensors_of(stage.store, files)
-    manifest = WeightsManifest.build(
-        run=stage.run,
-        version=version,
-        base_version=version - 1,
-        kind=kind,
-        files=files,
-        tensors=tensors,
-        model=stage.record.model,
-        step=version,
-    )
-    if manifest.weights_digest != trained.outputs["weights_digest"]:
+    entry = trained.payload_named(MANIFEST)
+    manifest = parse(stage.store.read(entry), entry.key)
+    if manifest.version != version or manifest.weights_digest != trained.outputs["weights_digest"]:
         raise BadData(
-            f"boundary 1 (store): weights v{version} in the store have digest {manifest.weights_digest[:12]}, the train "
-            f"commit says {trained.outputs['weights_digest'][:12]}",
+            f"boundary 1 (store): the train commit decided v{version} with digest {trained.outputs['weights_digest']}, "
+            f"its manifest says v{manifest.version} with {manifest.weights_digest}",
             where=trained.key,
-            hint="the objects changed after the commit; restore them or skip the iteration",
+            hint="the objects changed after the commit; restore them, or skip the iteration",
         )
     publish(stage.store, manifest)
 

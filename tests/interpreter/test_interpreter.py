@@ -307,3 +307,27 @@ def test_commands_expand_only_what_the_template_declares(tmp_path: Path) -> None
     template["container"]["env"] = [{"name": "A", "value": "cluster"}, {"name": "WORK", "value": "/elsewhere"}]
     result, _ = run(tmp_path, workflow(template), environment={"A": "laptop"})
     assert output(result) == "$(HOME) /elsewhere laptop $(A)"
+
+
+def container_set(*containers: dict[str, Any]) -> dict[str, Any]:
+    return {"name": "main", "containerSet": {"containers": [{"image": "none", **each} for each in containers]}}
+
+
+def test_an_error_in_one_container_of_a_set_is_that_of_the_pod(tmp_path: Path) -> None:
+    """Catches a set whose other containers go on when one cannot start."""
+    reference = {"secretKeyRef": {"name": "store", "key": "password"}}
+    long = {"name": "long", "command": ["sleep", "60"]}
+    bad = {"name": "bad", "command": ["sleep", "0"], "env": [{"name": "P", "valueFrom": reference}]}
+    result, _ = run(tmp_path, workflow(container_set(long, bad)))
+    assert result.phase == "Error"
+    assert "store[password] for P" in result.message
+
+
+@pytest.mark.parametrize(("first", "second"), [(["b"], ["a"]), (["nobody"], [])])
+def test_containers_that_would_wait_for_ever_are_refused(first: list[str], second: list[str], tmp_path: Path) -> None:
+    given = container_set(
+        {"name": "a", "command": ["sleep", "0"], "dependencies": first},
+        {"name": "b", "command": ["sleep", "0"], "dependencies": second},
+    )
+    with pytest.raises(BadConfig, match=r"containerSet.containers.a.dependencies"):
+        run(tmp_path, workflow(given))

@@ -191,3 +191,22 @@ def test_nothing_survives_a_kill_9_of_the_interpreter(kind: str, how: str, tmp_p
     finally:
         for pid in processes_with(mark):
             os.kill(pid, signal.SIGKILL)
+
+
+def test_stop_starts_no_further_container_of_a_set(tmp_path: Path) -> None:
+    """Catches boundary after boundary of a reload that still runs after a stop, because the first one ended well."""
+    first = {"name": "first", "image": "none", "command": toy("trap", "0")}
+    then = {"name": "main", "image": "none", "command": ["touch", "{{workflow.name}}-ran"], "dependencies": ["first"]}
+    template = {"name": "main", "containerSet": {"containers": [first, then]}}
+
+    async def go() -> WorkflowResult:
+        async with machine(tmp_path) as (interpreter, _):
+            running = asyncio.create_task(interpreter.run(workflow(template)))
+            await until(lambda: ready(tmp_path) is not None)
+            interpreter.stop()
+            return await asyncio.wait_for(running, 30)
+
+    nodes = {node["name"]: node for node in asyncio.run(go()).nodes.values()}
+    assert not list(tmp_path.rglob("w-ran"))
+    assert (nodes["w"]["phase"], nodes["w"]["message"]) == ("Failed", "workflow shutdown with strategy: Stop")
+    assert nodes["w.main"]["message"] == "main: Error (exit code 143)"

@@ -14,10 +14,14 @@ if TYPE_CHECKING:
     from colchis.workflows.local.pods import Pod
 
 DEPENDENCY_FAILED = 64  # the exit code of a container that doesn't run because one before it failed
+STOPPED = 143  # that of one that still waits when the pod is stopped
 
 
-async def run_set(pod: Pod) -> tuple[Phase, str]:
-    """Runs the containers of a pod, in one file system: phase and message of the pod's node."""
+async def run_set(pod: Pod) -> tuple[Phase, str, str | None]:
+    """Runs the containers of a pod, in one file system.
+
+    Phase and message of the pod's node, and why it was stopped (None when it ended by itself).
+    """
     return await _Set(pod).run()
 
 
@@ -32,19 +36,22 @@ class _Set:
         self.ended = {container["name"]: asyncio.Event() for container in self.containers}
         self.stopped: str | None = None
 
-    async def run(self) -> tuple[Phase, str]:
+    async def run(self) -> tuple[Phase, str, str | None]:
         self._add_nodes()
-        async with asyncio.TaskGroup() as group:
-            for container in self.containers:
-                group.create_task(self._container(container))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for container in self.containers:
+                    group.create_task(self._container(container))
+        except ExceptionGroup as errors:  # the first says why; the others were cancelled for it
+            raise errors.exceptions[0] from errors
         if "main" in self.codes:
             self.pod.node.outputs.exit_code = self.codes["main"]
         if self.stopped is not None:
-            return Phase.FAILED, self.stopped
+            return Phase.FAILED, self.stopped, self.stopped
         messages = [self.nodes[name].message for name, code in self.codes.items() if code != 0]
         if self.codes.get("main"):
             messages = [self.nodes["main"].message]
-        return (Phase.FAILED, messages[0]) if messages else (Phase.SUCCEEDED, "")
+        return (Phase.FAILED, messages[0], None) if messages else (Phase.SUCCEEDED, "", None)
 
     def _add_nodes(self) -> None:
         nodes, node = self.workflow.nodes, self.pod.node
@@ -65,6 +72,9 @@ class _Set:
                 why = f'dependency "{dependency}" exited with non-zero code: {self.codes[dependency]}'
                 self._end(name, DEPENDENCY_FAILED, f": {why}")
                 return
+        if self.stopped is not None:
+            self._end(name, STOPPED, "")
+            return
         code, stopped = await self._attempts(container)
         self.stopped = stopped or self.stopped
         self._end(name, code, "")

@@ -20,6 +20,7 @@ import string
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,7 +32,7 @@ from colchis.components.errors import BadConfig
 from colchis.workflows.local.accepted import check, load_manifests, load_templates
 from colchis.workflows.local.calls import Event, EventKind, Settings
 from colchis.workflows.local.launcher import Launcher
-from colchis.workflows.local.nodes import Phase, timestamp
+from colchis.workflows.local.nodes import Nodes, Phase, timestamp
 from colchis.workflows.local.spec_check import check_spec
 from colchis.workflows.local.substitution import substitute
 from colchis.workflows.local.workflow import WorkflowRun
@@ -127,26 +128,30 @@ class Interpreter:
             locks = sorted(substitute(m["name"], values) for m in spec.get("synchronization", {}).get("mutexes", []))
             run = WorkflowRun(name, spec, values, self._settings, self._create_successor)
         except ValueError as error:
-            message = f"invalid spec: {error}"
-            on_event(Event(EventKind.WORKFLOW_FINISHED, name, phase=Phase.FAILED, message=message))
-            return WorkflowResult(name, Phase.FAILED, message, {})
-        held = [self._mutexes.setdefault(lock, asyncio.Lock()) for lock in locks]
-        for lock in held:
-            await lock.acquire()
-        self._running.append(run)
-        try:
-            on_event(Event(EventKind.WORKFLOW_STARTED, name))
-            await run.execute_all()
-        except BaseException:
-            run.nodes.finish(Phase.ERROR, "the interpreter was interrupted")
-            raise
-        finally:
-            self._running.remove(run)
-            for lock in held:
-                lock.release()
+            return self._invalid(name, f"invalid spec: {error}")
+        async with AsyncExitStack() as held:
+            for lock in locks:
+                await held.enter_async_context(self._mutexes.setdefault(lock, asyncio.Lock()))
+            self._running.append(run)
+            try:
+                on_event(Event(EventKind.WORKFLOW_STARTED, name))
+                await run.execute_all()
+            except BaseException:
+                run.nodes.finish(Phase.ERROR, "the interpreter was interrupted")
+                raise
+            finally:
+                self._running.remove(run)
         nodes = run.nodes
         on_event(Event(EventKind.WORKFLOW_FINISHED, name, phase=nodes.phase, message=nodes.message))
         return WorkflowResult(name, nodes.phase, nodes.message, nodes.as_status()["status"]["nodes"])
+
+    def _invalid(self, name: str, message: str) -> WorkflowResult:
+        """A Workflow that fails before it starts, as a controller fails it."""
+        folder = self._settings.work_dir / name
+        folder.mkdir(parents=True, exist_ok=True)
+        Nodes(name, folder / "status.json").finish(Phase.FAILED, message)
+        self._settings.on_event(Event(EventKind.WORKFLOW_FINISHED, name, phase=Phase.FAILED, message=message))
+        return WorkflowResult(name, Phase.FAILED, message, {})
 
     def _complete(self, workflow: Mapping[str, Any]) -> dict[str, Any]:
         """The spec with its WorkflowTemplate merged in; what the Workflow sets itself wins."""

@@ -60,14 +60,14 @@ class Pod:
             return
         self._prepare()
         if "containerSet" in self.template:
-            phase, message = await run_set(self)
+            phase, message, stopped = await run_set(self)
         else:
             code, stopped = await self.run_container(self.template["container"], "main")
             self.node.outputs.exit_code = None if stopped == POD_DEADLINE else code
             phase, message = Phase.SUCCEEDED, ""
             if stopped is not None or code != 0:
                 phase, message = Phase.FAILED, stopped or f"main: Error (exit code {code})"
-        if self.run.stop_reason is not None and not self.frame.on_exit:
+        if stopped is not None and stopped != POD_DEADLINE:
             self._default_outputs()
         else:
             try:

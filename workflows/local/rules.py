@@ -35,6 +35,7 @@ def check_rules(spec: Mapping[str, Any], refuse: Refuse) -> None:
         _fail_fast(template, templates, path, refuse)
         _outputs(template, path, refuse)
         _written_paths(template, path, spec.get("volumes", []), refuse)
+        _container_order(template, path, refuse)
         _expressions(template, path, refuse)
 
 
@@ -66,6 +67,17 @@ def _outputs(template: Template, path: str, refuse: Refuse) -> None:
     if names and "main" not in names and (template.get("outputs") or template.get("inputs", {}).get("artifacts")):
         why = 'containers must have a container named "main" for input or output'
         raise refuse(f"{path}.containerSet", why, "name the last container main")
+
+
+def _container_order(template: Template, path: str, refuse: Refuse) -> None:
+    """The containers of a set depend on each other without a cycle: one would wait for ever."""
+    containers = template.get("containerSet", {}).get("containers", [])
+    needs = {container["name"]: set(container.get("dependencies", [])) for container in containers}
+    while ready := {name for name, left in needs.items() if not left}:
+        needs = {name: left - ready for name, left in needs.items() if name not in ready}
+    for name, left in needs.items():
+        where = f"{path}.containerSet.containers.{name}.dependencies"
+        raise refuse(where, f"{', '.join(sorted(left))}: a cycle, or no such container", "correct the dependencies")
 
 
 def _written_paths(template: Template, path: str, volumes: list[Any], refuse: Refuse) -> None:

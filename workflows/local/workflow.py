@@ -23,6 +23,7 @@ from colchis.workflows.local.calls import (
     Template,
     TemplateError,
 )
+from colchis.workflows.local.durations import humanize
 from colchis.workflows.local.expression_tree import ExpressionError
 from colchis.workflows.local.launcher import CannotStart, Command
 from colchis.workflows.local.nodes import Node, Nodes, NodeType, Phase, fnv32a
@@ -252,7 +253,9 @@ class WorkflowRun:
             return Phase.ERROR, str(error)
         if isinstance(decision, str):
             return last.phase, decision
-        await self.pause(decision, frame.on_exit)
+        if decision > 0:
+            self.nodes.mark(parent, Phase.RUNNING, f"Backoff for {humanize(decision)}")
+            await self.pause(decision, frame.on_exit)
         if self.refusal_to_start(frame.on_exit) is not None:
             return last.phase, last.message
         return Phase.RUNNING, ""

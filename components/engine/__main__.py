@@ -64,6 +64,9 @@ def serve(settings: EngineSettings) -> None:
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=5,
+        # Longer than any client keeps an idle connection: the side that closes first must be the client, or a request
+        # meets a closing connection between two iterations.
+        timeout_keep_alive=300,
         backlog=4096,
     )
     server = EngineServer(config, engine)

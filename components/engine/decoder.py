@@ -18,11 +18,11 @@ from colchis.components.engine.architecture import Architecture, Rope, RopeKind
 from colchis.components.engine.weights import Layer, Linear, StaticWeights
 
 WINDOWS = (16, 32, 48, 64, 96, 128, 192, 256)
-"""Attention windows of short rows; above, multiples of WINDOW_TOKENS."""
+"""Attention windows of short rows; above, multiples of BLOCK_TOKENS."""
 
-WINDOW_TOKENS = 512
-"""Key block of torch's CPU attention kernel. Within a block the sum over keys may split by the window's width; with
-windows of whole blocks (and the short ones above, see `invariance`) the masked end never changes a row's bits."""
+BLOCK_TOKENS = 512
+"""Key block of torch's CPU attention kernel: with windows of whole blocks the masked end never changes a row's bits.
+Inside a block the sum over keys may split by the window's width, so short windows are measured (see `invariance`)."""
 
 HEAD_TOKENS = 512
 """Prompt positions whose logits are computed at once: bounds the [positions, V] buffer."""
@@ -72,11 +72,6 @@ def _inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
     return torch.where(medium, smoothed, stretched)
 
 
-def attention_window(tokens: int) -> int:
-    """The cache positions that a step looks at when its longest row has `tokens`."""
-    return next((window for window in WINDOWS if window >= tokens), -(-tokens // WINDOW_TOKENS) * WINDOW_TOKENS)
-
-
 def _linear(x: torch.Tensor, linear: Linear) -> torch.Tensor:
     return F.linear(x, linear.weight, linear.bias)
 
@@ -90,13 +85,14 @@ def _add_linear(residual: torch.Tensor, x: torch.Tensor, linear: Linear) -> torc
 
 class StaticDecoder:
     """Llama and Qwen2/3 on a static cache. `quantum`: row counts of every product are padded to a multiple of it,
-    which makes a row's bits independent of its companions (see `invariance.find_quantum`); 1 pads nothing.
+    which makes a row's bits independent of its companions (see `invariance`); 1 pads nothing.
     """
 
-    def __init__(self, weights: StaticWeights, quantum: int = 1) -> None:
+    def __init__(self, weights: StaticWeights, quantum: int = 1, windows: tuple[int, ...] = WINDOWS) -> None:
         self.weights = weights
         self.architecture = weights.architecture
         self.quantum = quantum
+        self.windows = windows
         self._frequencies = _inverse_frequencies(self.architecture.rope, self.architecture.head_dim)
         self._cos = self._sin = torch.empty(0, self.architecture.head_dim)
         self._cache = self._empty(0, 0)
@@ -113,11 +109,15 @@ class StaticDecoder:
         """Gives the cache's memory back. No row may be running."""
         self._cache = self._empty(0, 0)
 
+    def _window(self, tokens: int) -> int:
+        """The cache positions that a step looks at when its longest row has `tokens`."""
+        return next((window for window in self.windows if window >= tokens), -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS)
+
     def reserve(self, rows: int, tokens: int) -> None:
         """Makes room for `rows` rows of `tokens` tokens; what the cache holds stays."""
         old_rows, old_tokens = self._cache.shape[1], self._cache.shape[3]
         rows = -(-rows // self.quantum) * self.quantum
-        tokens = attention_window(tokens)
+        tokens = self._window(tokens)
         if rows <= old_rows and tokens <= old_tokens:
             return
         grown = self._empty(max(rows, old_rows), max(tokens, old_tokens))
@@ -176,7 +176,7 @@ class StaticDecoder:
         if padding:
             tokens, positions = F.pad(tokens, (0, padding)), F.pad(positions, (0, padding))
         rows = n + padding
-        window = attention_window(window)
+        window = self._window(window)
         cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
         # [B, 1, 1, W]: column c is visible to the row at position p when c <= p.
         visible = (torch.arange(window) <= positions.unsqueeze(1)).view(rows, 1, 1, window)

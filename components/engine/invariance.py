@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from colchis.components.engine.architecture import Architecture
+from colchis.components.engine.decoder import BLOCK_TOKENS, WINDOWS
 from colchis.components.engine.settings import EngineSettings
 from colchis.components.engine.weights import StaticWeights
 from colchis.components.errors import BadConfig
@@ -37,6 +39,27 @@ def _invariant(weight: torch.Tensor, quantum: int) -> bool:
             elif not torch.equal(reference, both):
                 return False
     return True
+
+
+def find_windows(architecture: Architecture, dtype: torch.dtype) -> tuple[int, ...]:
+    """The short attention windows that give the same bits as a whole block, for rows of any length that they hold."""
+    a = architecture
+    generator = torch.Generator().manual_seed(0)
+    block = torch.randn(1, 2 * a.kv_heads, BLOCK_TOKENS, a.head_dim, generator=generator).to(dtype)
+    q = torch.randn(1, a.kv_heads, a.heads // a.kv_heads, a.head_dim, generator=generator).to(dtype)
+
+    def attend(length: int, window: int) -> torch.Tensor:
+        mask = torch.zeros(1, 1, 1, window, dtype=dtype)
+        mask[..., length:] = -torch.inf
+        keys, values = block[:, : a.kv_heads, :window], block[:, a.kv_heads :, :window]
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+
+    def agrees(window: int) -> bool:
+        lengths = {1, window // 3 + 1, window // 2, window - 1, window}
+        return all(torch.equal(attend(length, window), attend(length, BLOCK_TOKENS)) for length in lengths)
+
+    with torch.inference_mode():
+        return tuple(window for window in WINDOWS if agrees(window))
 
 
 def find_quantum(weights: StaticWeights, settings: EngineSettings) -> int:

@@ -14,10 +14,10 @@ from colchis.components.engine.architecture import Architecture
 from colchis.components.engine.checkpoint import read_checkpoint
 from colchis.components.engine.decoder import Decoder, StaticDecoder
 from colchis.components.engine.fallback import TransformersDecoder, load_transformers
-from colchis.components.engine.invariance import find_quantum
+from colchis.components.engine.invariance import find_quantum, find_windows
 from colchis.components.engine.settings import EngineSettings
 from colchis.components.engine.text import Text
-from colchis.components.engine.weights import fuse
+from colchis.components.engine.weights import StaticWeights, fuse
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def load(folder: Path, settings: EngineSettings, current: Serving | None, text: 
         if current is not None and isinstance(current.decoder, StaticDecoder):
             decoder = current.decoder
         else:
-            decoder = StaticDecoder(weights, find_quantum(weights, settings) if settings.deterministic else 1)
+            decoder = _static_decoder(weights, settings)
         served = decoder
 
         def swap() -> None:
@@ -76,3 +76,10 @@ def load(folder: Path, settings: EngineSettings, current: Serving | None, text: 
         decoder,
         swap,
     )
+
+
+def _static_decoder(weights: StaticWeights, settings: EngineSettings) -> StaticDecoder:
+    if not settings.deterministic:
+        return StaticDecoder(weights)
+    windows = find_windows(weights.architecture, weights.embed.dtype)
+    return StaticDecoder(weights, find_quantum(weights, settings), windows)

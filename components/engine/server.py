@@ -289,7 +289,8 @@ def _probe_routes(app: FastAPI, engine: Engine) -> None:
             "paused": scheduler.paused.value if scheduler.paused else None,
             "num_running_reqs": scheduler.running,
             "num_queue_reqs": scheduler.queued,
-            "row_quantum": getattr(serving.decoder, "quantum", 1) if serving else None,
+            "row_quantum": getattr(serving.decoder, "quantum", None) if serving else None,
+            "attention_windows": getattr(serving.decoder, "windows", None) if serving else None,
         }
         return {**settings.public(), "engine": "colchis-embedded", "status": "ready", "internal_states": [live]}
 

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -45,9 +46,25 @@ class EngineProcess:
     def info(self, field: str) -> Any:
         return self.client.get("/model_info").json()[field]
 
+    def metric(self, name: str) -> float:
+        lines = self.client.get("/metrics").text.splitlines()
+        return float(next(line.split()[-1] for line in lines if line.startswith(f"sglang:{name} ")))
+
+    def produced(self) -> float:
+        """Tokens drawn since the engine started."""
+        return self.metric("generation_tokens_total")
+
     def checksum(self) -> str:
         digest: str = self.client.post("/weights_checker", json={"action": "checksum"}).json()["per_engine_checksum"]
         return digest
+
+
+def wait_for(condition: Callable[[], bool], deadline_s: float = 30.0) -> None:
+    """For what happens inside the engine and is seen only by asking."""
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.002)
 
 
 def free_port() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,32 +14,16 @@ import httpx
 import pytest
 import torch
 
-from tests.engine.processes import EngineProcess
+from tests.engine.processes import EngineProcess, wait_for
 from tests.engine.test_logprobs import reference
 
 LONG_TOKENS = 900
 
 
-def metric(engine: EngineProcess, name: str) -> float:
-    lines = engine.client.get("/metrics").text.splitlines()
-    return float(next(line.split()[-1] for line in lines if line.startswith(f"sglang:{name} ")))
-
-
-def wait_for(condition: Callable[[], bool], deadline_s: float = 20.0) -> None:
-    deadline = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.002)
-
-
-def produced(engine: EngineProcess) -> float:
-    return metric(engine, "generation_tokens_total")
-
-
 @contextmanager
 def in_flight(engine: EngineProcess, count: int = 1, **extra: Any) -> Iterator[list[Future[Any]]]:
     """Long requests of which some tokens exist already."""
-    before = produced(engine)
+    before = engine.produced()
     params = {"max_new_tokens": LONG_TOKENS, "ignore_eos": True, "sampling_seed": 9}
     with ThreadPoolExecutor(count) as pool:
         futures = [
@@ -49,7 +33,7 @@ def in_flight(engine: EngineProcess, count: int = 1, **extra: Any) -> Iterator[l
             )
             for place in range(count)
         ]
-        wait_for(lambda: produced(engine) > before + 5 * count)
+        wait_for(lambda: engine.produced() > before + 5 * count)
         yield futures
 
 
@@ -169,14 +153,14 @@ def test_abort_request_ends_only_the_named_one(engine: EngineProcess) -> None:
 def test_a_client_that_hangs_up_frees_its_rows(engine: EngineProcess) -> None:
     """Catches rows that go on decoding for nobody, with and without streaming."""
     body = {"input_ids": [2, 2], "sampling_params": {"max_new_tokens": 1000, "ignore_eos": True, "n": 8}}
-    before = metric(engine, "num_aborted_requests_total")
+    before = engine.metric("num_aborted_requests_total")
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{engine.url}/generate", json=body, timeout=0.1)
-    wait_for(lambda: metric(engine, "num_aborted_requests_total") == before + 8, 3)
+    wait_for(lambda: engine.metric("num_aborted_requests_total") == before + 8, 3)
     with httpx.stream("POST", f"{engine.url}/generate", json={**body, "stream": True}) as reply:
         next(reply.iter_lines())
-    wait_for(lambda: metric(engine, "num_aborted_requests_total") == before + 16, 3)
-    assert metric(engine, "num_running_reqs") == 0
+    wait_for(lambda: engine.metric("num_aborted_requests_total") == before + 16, 3)
+    assert engine.metric("num_running_reqs") == 0
 
 
 def test_flush_cache_and_honest_cached_tokens(engine: EngineProcess, models: dict[str, Path]) -> None:

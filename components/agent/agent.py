@@ -46,6 +46,8 @@ NOT_READY_FRESH_S = 0.1
 """The same for a look that did not: somebody waits for the change."""
 STORE_DEADLINE_S = 3.0
 UNDO_S = 2.0
+PATIENCE_S = 30.0
+"""For the first answer of an engine that is to be activated or probed: a busy machine is no dead engine."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ class Agent:
         deadline = Deadline(request.deadline_s)
         with self._one_activation(deadline), self.staging.locked(request.run, request.version, deadline):
             staged = self.staging.require(request.run, request.version)
-            previous = self._served_by(self.engine.facts())
+            previous = self._served_by(self.engine.facts(min(PATIENCE_S, deadline.left_s())))
             if previous is not None and previous.staged == staged and self._failure is None:
                 return previous.proof.model_copy(update={"repeated": True})
             if not self.staging.unchanged(staged):
@@ -184,7 +186,7 @@ class Agent:
         """Log-probabilities of given tokens from the engine itself, ready or not."""
         deadline, started = Deadline(request.deadline_s), time.monotonic()
         with self._exclusive(deadline):
-            served = self._served_by(self.engine.facts())
+            served = self._served_by(self.engine.facts(min(PATIENCE_S, deadline.left_s())))
         if served is None:
             raise BadData("the engine serves no version that could be probed", hint="activate one first")
         if (largest := max(request.token_ids)) >= served.staged.vocabulary or min(request.token_ids) < 0:

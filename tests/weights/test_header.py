@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -104,10 +105,8 @@ def test_noise_is_refused_and_never_crashes(tmp_path_factory: pytest.TempPathFac
     """Catches any exception but BadData (an agent would answer 500 and be restarted)."""
     path = tmp_path_factory.mktemp("noise") / "x.safetensors"
     path.write_bytes(len(noise).to_bytes(8, "little") + noise)
-    try:
+    with contextlib.suppress(BadData):
         assert read_header(path) == []
-    except BadData:
-        pass
 
 
 def test_all_types_of_the_library_are_known() -> None:

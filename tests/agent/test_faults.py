@@ -1,0 +1,297 @@
+"""Processes die at the worst moments: no pause outlives them, and no engine is believed that was not proven."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from colchis.components.errors import BadConfig, ColchisError, PeerUnavailable
+from colchis.components.store import Store, StoreSettings, keys
+from colchis.components.weights.protocol import EngineState
+from tests.agent.conftest import DEADLINE_S, AgentProcess, EngineProcess, Versions
+from tests.weights.models import RUN
+
+
+def eventually(condition: Callable[[], bool], what: str) -> None:
+    """A state of another process, which announces nothing: asked until it holds."""
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.05)
+
+
+class Gate:
+    """A TCP proxy in front of the engine or the store that can hold back what follows a given text."""
+
+    def __init__(self, target: tuple[str, int]) -> None:
+        self.target = target
+        self.held = threading.Event()
+        self.open = threading.Event()
+        self._marks: tuple[bytes, ...] = ()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def hold(self, *marks: bytes) -> None:
+        """Stop every request that contains one of the marks, until `open` is set."""
+        self.held.clear()
+        self.open.clear()
+        self._marks = marks
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                server = socket.create_connection(self.target)
+            except OSError:
+                client.close()
+                continue
+            threading.Thread(target=self._pump, args=(client, server, True), daemon=True).start()
+            threading.Thread(target=self._pump, args=(server, client, False), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, checked: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                if checked and any(mark in data for mark in self._marks):
+                    self.held.set()
+                    self.open.wait()
+                sink.sendall(data)
+        for end in (source, sink):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._marks = ()
+        self.open.set()
+        self._listener.close()
+
+
+@pytest.fixture
+def gate(engine: EngineProcess) -> Iterator[Gate]:
+    gate = Gate(("127.0.0.1", engine.port))
+    yield gate
+    gate.close()
+
+
+@pytest.fixture
+def gated_agent(gate: Gate, store_settings: StoreSettings, tmp_path: Path) -> Iterator[AgentProcess]:
+    """An agent that reaches its engine through the gate."""
+    agent = AgentProcess(tmp_path / "gated", f"http://127.0.0.1:{gate.port}", store_settings)
+    yield agent
+    agent.child.stop()
+
+
+def in_background(work: Callable[[], object]) -> threading.Thread:
+    def run() -> None:
+        try:
+            work()
+        except ColchisError:
+            return  # the call that is cut off; what the process did is what the test looks at
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_restarted_engine_serves_nothing_until_it_is_filled(
+    versions: Versions, agent: AgentProcess, engine: EngineProcess
+) -> None:
+    """Catches base weights served under the run's version (miles#1724): readiness is by proof for this process."""
+    agent.bring(1)
+    engine.child.stop()
+    eventually(lambda: agent.status().state is EngineState.UNREACHABLE, "a dead engine is noticed")
+    assert agent.status().version is None
+    engine.start()
+    eventually(lambda: agent.status().state is EngineState.EMPTY, "a restarted engine is empty")
+    assert agent.status().version is None
+    assert agent.ready().status_code == 503
+    agent.activate(1)
+    assert (agent.status().version, engine.label(), agent.ready().status_code) == (1, "1", 200)
+
+
+def test_a_label_that_the_agent_did_not_set_is_not_believed(
+    versions: Versions, agent: AgentProcess, engine: EngineProcess
+) -> None:
+    """Catches trust in a free text: anybody may write weight_version."""
+    agent.bring(0)
+    engine.post("/update_weight_version", {"new_version": "1", "abort_all_requests": False})
+    eventually(lambda: agent.status().version is None, "a foreign label is noticed")
+    assert agent.ready().status_code == 503
+
+
+def test_a_restarted_agent_believes_the_engines_own_tensors(
+    versions: Versions, agent: AgentProcess, engine: EngineProcess
+) -> None:
+    """Catches an agent that needs a reload after its own restart, and one that takes a label's word for it."""
+    agent.bring(1)
+    boot = agent.status().boot_id
+    agent.kill()
+    agent.start()
+    status = agent.status()
+    assert (status.version, status.ready, status.boot_id != boot) == (1, True, True)
+    agent.kill()
+    # other weights under the same label, while no agent looks
+    folder = str(versions.folders[0])
+    engine.post("/update_weights_from_disk", {"model_path": folder, "weight_version": "1"})
+    agent.start()
+    status = agent.status()
+    assert (status.version, status.ready) == (None, False)
+
+
+def test_agent_killed_while_it_fetches(store: Store, versions: Versions, agent: AgentProcess) -> None:
+    """Catches a half-filled folder that is taken for a version."""
+    agent.kill()
+    half = agent.staging / "versions" / RUN / "v00000001.filling"
+    half.mkdir(parents=True)
+    (half / "model.safetensors").write_bytes(b"half")
+    agent.start()
+    assert not half.exists()
+    assert agent.status().prepared == {}
+    assert not agent.prepare(1).repeated
+
+
+def test_agent_killed_while_the_engine_is_paused(
+    versions: Versions, gated_agent: AgentProcess, gate: Gate, engine: EngineProcess
+) -> None:
+    """kill -9 between pause and load: the watchdog continues the engine, and nobody believes its label."""
+    agent = gated_agent
+    agent.bring(0)
+    agent.prepare(1)
+    gate.hold(b"/update_weights_from_disk")
+    in_background(lambda: agent.activate(1))
+    assert gate.held.wait(DEADLINE_S)
+    assert engine.paused()
+    assert engine.label() == "unproven-1"
+    lease_s = agent.status().pause_lease_s
+    assert lease_s is not None
+    assert lease_s > 0
+    agent.kill()
+    eventually(lambda: not engine.paused(), "the watchdog continues the engine")
+    gate.close()
+    agent.engine_url = engine.url
+    agent.start()
+    assert agent.status().version is None
+    assert agent.ready().status_code == 503
+    assert not (agent.staging / "pause.json").exists()
+    agent.activate(1)  # staged by the agent before
+    assert (agent.status().version, engine.label()) == (1, "1")
+
+
+def test_next_agent_ends_a_pause_when_the_watchdog_died_too(
+    versions: Versions, agent: AgentProcess, engine: EngineProcess
+) -> None:
+    """A container that is killed takes agent and watchdog; the file in the staging folder is what is left."""
+    agent.bring(0)
+    agent.kill()
+    (agent.staging / "pause.json").write_text("{}")
+    engine.post("/pause_generation", {"mode": "retract"})
+    agent.start()
+    eventually(lambda: not engine.paused(), "the next agent continues the engine")
+    assert agent.status().version == 0
+
+
+def test_sigterm_undoes_a_pause(
+    versions: Versions, gated_agent: AgentProcess, gate: Gate, engine: EngineProcess
+) -> None:
+    """Catches a rolling update of the agent that leaves the engine paused for ever."""
+    agent = gated_agent
+    agent.bring(0)
+    agent.prepare(1)
+    gate.hold(b"/update_weights_from_disk")
+    in_background(lambda: agent.activate(1))
+    assert gate.held.wait(DEADLINE_S)
+    assert engine.paused()
+    agent.child.process.send_signal(signal.SIGTERM)
+    eventually(lambda: not engine.paused(), "the agent continues the engine at the signal")
+    gate.open.set()
+    assert agent.child.process.wait(DEADLINE_S) == 143
+    eventually(lambda: not engine.paused(), "and nothing pauses it afterwards")
+    assert engine.generate()["meta_info"]["finish_reason"]["type"] == "length"
+
+
+def test_engine_killed_during_an_activation(
+    versions: Versions, gated_agent: AgentProcess, gate: Gate, engine: EngineProcess
+) -> None:
+    """Catches a version that is believed although the engine died under the load."""
+    agent = gated_agent
+    agent.bring(0)
+    agent.prepare(1)
+    gate.hold(b"/update_weights_from_disk")
+    errors: list[ColchisError] = []
+
+    def activate() -> None:
+        try:
+            agent.activate(1)
+        except ColchisError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=activate)
+    thread.start()
+    assert gate.held.wait(DEADLINE_S)
+    engine.child.stop(grace_s=0)
+    gate.open.set()
+    thread.join(DEADLINE_S)
+    assert [type(e) for e in errors] == [PeerUnavailable]
+    assert agent.status().version is None
+    gate.hold()
+    engine.start()
+    agent.bring(1)
+    assert (agent.status().version, engine.label()) == (1, "1")
+
+
+def test_a_refused_load_keeps_the_old_version_by_proof(
+    versions: Versions, agent: AgentProcess, engine: EngineProcess
+) -> None:
+    """The engine refuses what it is given: not ready, with the reason, and the old name only because it is proven."""
+    agent.bring(0)
+    before = engine.checksum()
+    agent.prepare(1)
+    config = agent.staged(1) / "config.json"
+    good = config.read_text()
+    config.write_text(good.replace('"hidden_size": 32', '"hidden_size": 40'))
+    with pytest.raises(ColchisError, match=r"refused|answers 400"):
+        agent.activate(1)
+    status = agent.status()
+    assert (status.state, status.version, status.ready) == (EngineState.FAILED, 0, False)
+    assert status.reason
+    assert (engine.label(), engine.checksum(), engine.paused()) == ("0", before, False)
+    config.write_text(good)
+    agent.activate(1)
+    assert (agent.status().version, agent.ready().status_code) == (1, 200)
+
+
+def test_one_agent_per_folder(agent: AgentProcess, engine: EngineProcess, store_settings: StoreSettings) -> None:
+    """Catches two writers of one buffer."""
+    with pytest.raises(PeerUnavailable, match="ended with 78"):
+        AgentProcess(agent.folder, engine.url, store_settings)
+    agent.kill()
+    agent.start()
+
+
+def test_store_out_of_reach_does_not_unready_an_engine(
+    store: Store, versions: Versions, agent: AgentProcess, store_settings: StoreSettings
+) -> None:
+    """Catches readiness that hangs on the store: engines go on serving what was proven."""
+    agent.bring(0)
+    store.put(keys.serving(RUN), b"not a record")
+    eventually(lambda: agent.ready().status_code == 503, "a record that is none is refused")
+    store.delete(keys.serving(RUN))
+    eventually(lambda: agent.ready().status_code == 200, "no record: the engine's own proof decides")
+
+
+def test_no_token_no_agent(engine: EngineProcess, store_settings: StoreSettings, tmp_path: Path) -> None:
+    from colchis.components.agent.agent import AgentSettings
+    from colchis.components.agent.app import serve
+
+    with pytest.raises(BadConfig, match="without a token"):
+        serve(AgentSettings(engine.url, "e", tmp_path), store_settings, host="127.0.0.1", port=0, token="")

@@ -6,9 +6,11 @@ import base64
 import gzip
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import yaml
 from kubernetes import client, config, watch
 
 Json = Any
@@ -61,9 +63,6 @@ class Cluster:
                 return
         raise TimeoutError(f"{plural}/{name} still exists 300 s after its deletion")
 
-    def get(self, name: str) -> Json:
-        return self.objects.get_namespaced_custom_object(**GROUP, plural="workflows", name=name)
-
     def wait(self, names: Iterable[str], deadline_s: float) -> dict[str, Json]:
         """The status of each Workflow when it has ended; TimeoutError names those that have not."""
         waiting, ended = set(names), {}
@@ -71,8 +70,10 @@ class Cluster:
         while waiting:
             left_s = int(until - time.monotonic())
             if left_s <= 0:
-                phases = {name: self.get(name).get("status", {}).get("phase", "none") for name in sorted(waiting)}
-                raise TimeoutError(f"not ended after {deadline_s:.0f} s: {phases}")
+                listed = self.objects.list_namespaced_custom_object(**GROUP, plural="workflows")["items"]
+                phases = {w["metadata"]["name"]: w.get("status", {}).get("phase", "Created") for w in listed}
+                missing = {name: phases.get(name, "does not exist") for name in sorted(waiting)}
+                raise TimeoutError(f"not ended after {deadline_s:.0f} s: {missing}")
             follow = watch.Watch()
             for event in follow.stream(
                 self.objects.list_namespaced_custom_object, **GROUP, plural="workflows", timeout_seconds=left_s
@@ -85,6 +86,28 @@ class Cluster:
                     if not waiting:
                         follow.stop()
         return ended
+
+    def config_map(self, name: str, data: dict[str, str]) -> None:
+        """Creates or replaces a ConfigMap."""
+        body = {"metadata": {"name": name}, "data": data}
+        try:
+            self.core.replace_namespaced_config_map(name, NAMESPACE, body)
+        except client.ApiException as error:
+            if error.status != 404:
+                raise
+            self.core.create_namespaced_config_map(NAMESPACE, body)
+
+    @contextmanager
+    def controller_setting(self, key: str, value: Json) -> Iterator[None]:
+        """One setting of the workflow controller, which reads its ConfigMap as it changes; put back afterwards."""
+        name = "workflow-controller-configmap"
+        before = self.core.read_namespaced_config_map(name, NAMESPACE).data
+        changed = yaml.safe_dump({**yaml.safe_load(before["config"]), key: value})
+        self.config_map(name, {**before, "config": changed})
+        try:
+            yield
+        finally:
+            self.config_map(name, before)
 
     def logs(self, workflow: str, container: str = "main", *, lines: int = 40) -> str:
         """The last lines of every pod of a Workflow, for the message of a failed test."""

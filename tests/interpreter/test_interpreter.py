@@ -331,3 +331,12 @@ def test_containers_that_would_wait_for_ever_are_refused(first: list[str], secon
     )
     with pytest.raises(BadConfig, match=r"containerSet.containers.a.dependencies"):
         run(tmp_path, workflow(given))
+
+
+def test_recursion_ends_where_a_controller_ends_it(tmp_path: Path) -> None:
+    """Catches a chain that fits on a laptop and not on a cluster: 99 calls, the one after is an Error."""
+    result, _ = run(tmp_path, workflow({"name": "main", "steps": [[{"name": "next", "template": "main"}]]}))
+    (error,) = (node for node in result.nodes.values() if "recursion" in node.get("message", ""))
+    assert (error["name"].count("next"), error["phase"]) == (99, "Error")
+    assert error["message"] == "Maximum recursion depth exceeded"
+    assert len([node for node in result.nodes.values() if node["type"] == "Steps"]) == 99

@@ -53,6 +53,20 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class Ended:
+    """How a process ended: its exit code, the node's message if it was stopped, the reason if it could not start."""
+
+    code: int
+    stopped: str | None = None
+    why: str = ""
+
+    @property
+    def message(self) -> str:
+        """What follows the container's name in a controller's message; empty after a success."""
+        return f"Error (exit code {self.code}){self.why and f': {self.why}'}" if self.code else ""
+
+
+@dataclass(frozen=True)
 class Arguments:
     """Resolved arguments of a call: parameter values, artifact keys (None: an optional one that isn't there)."""
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from colchis.workflows.local.calls import Ended
 from colchis.workflows.local.durations import seconds
 from colchis.workflows.local.nodes import Node, NodeType, Phase
 from colchis.workflows.local.substitution import substitute
@@ -57,7 +58,8 @@ class _Set:
         nodes, node = self.workflow.nodes, self.pod.node
         for container in self.containers:
             name = container["name"]
-            self.nodes[name] = nodes.add(f"{node.name}.{name}", NodeType.CONTAINER, node.template, boundary=node)
+            full = f"{node.name}.{name}"
+            self.nodes[name] = nodes.add(full, NodeType.CONTAINER, node.template, boundary=node, flag=node.flag)
         for container in self.containers:
             for parent in container.get("dependencies", []):
                 nodes.connect(self.nodes[parent], self.nodes[container["name"]])
@@ -70,30 +72,29 @@ class _Set:
             await self.ended[dependency].wait()
             if self.codes[dependency] != 0:
                 why = f'dependency "{dependency}" exited with non-zero code: {self.codes[dependency]}'
-                self._end(name, DEPENDENCY_FAILED, f": {why}")
+                self._end(name, Ended(DEPENDENCY_FAILED, why=why))
                 return
         if self.stopped is not None:
-            self._end(name, STOPPED, "")
+            self._end(name, Ended(STOPPED))
             return
-        code, stopped = await self._attempts(container)
-        self.stopped = stopped or self.stopped
-        self._end(name, code, "")
+        ended = await self._attempts(container)
+        self.stopped = ended.stopped or self.stopped
+        self._end(name, ended)
 
-    def _end(self, name: str, code: int, why: str) -> None:
-        self.codes[name] = code
+    def _end(self, name: str, ended: Ended) -> None:
+        code = self.codes[name] = ended.code
         phase = Phase.SUCCEEDED if code == 0 else Phase.ERROR if code == DEPENDENCY_FAILED else Phase.FAILED
-        message = f"{name}: Error (exit code {code}){why}" if code != 0 else ""
-        self.workflow.nodes.mark(self.nodes[name], phase, message)
+        self.workflow.nodes.mark(self.nodes[name], phase, f"{name}: {ended.message}" if code else "")
         self.ended[name].set()
 
-    async def _attempts(self, container: Mapping[str, Any]) -> tuple[int, str | None]:
+    async def _attempts(self, container: Mapping[str, Any]) -> Ended:
         """A retry runs the one container again, whatever its exit code, in the file system as it is."""
         left = int(self.retries.get("retries", 0))
         while True:
-            code, stopped = await self.pod.run_container(container, container["name"])
-            if code == 0 or stopped is not None or left == 0:
-                return code, stopped
+            ended = await self.pod.run_container(container, container["name"])
+            if ended.code == 0 or ended.stopped is not None or left == 0:
+                return ended
             left -= 1
             await self.workflow.pause(seconds(self.retries.get("duration", 0)), self.pod.frame.on_exit)
             if self.workflow.refusal_to_start(self.pod.frame.on_exit) is not None:
-                return code, stopped
+                return ended

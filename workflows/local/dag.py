@@ -60,10 +60,10 @@ class _Dag:
         await self.children.wait()
         targets = sorted(set(self.tasks) - set().union(*self.needs.values()))
         leaves = [leaf for target in targets if target in self.nodes for leaf in nodes.outbound(self.nodes[target])]
-        self.node.outbound = [leaf.id for leaf in leaves]
         if self.children.blocked:
             nodes.mark(self.node, Phase.FAILED, FAIL_FAST)
             return
+        self.node.outbound = [leaf.id for leaf in leaves]
         if self.waiting:
             raise SubstitutionError(f"tasks that can never start: {', '.join(self.waiting)} (a cycle, or no such task)")
         phase = Phase.SUCCEEDED

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 Step = Mapping[str, Any]
 
 
+class LoopError(SubstitutionError):
+    """The items of a loop cannot be made of what its tags gave."""
+
+
 @dataclass(frozen=True)
 class Item:
     """One iteration of a step: its own name, such as `rollout(2:5)`, and the values of its tags."""
@@ -47,9 +51,9 @@ def expand(step: Step, scope: Mapping[str, str]) -> list[Item]:
         try:
             items = json.loads(text)
         except ValueError as error:
-            raise SubstitutionError(f"withParam value could not be parsed as a JSON list: {text}: {error}") from error
+            raise LoopError(f"withParam value could not be parsed as a JSON list: {text}: {error}") from error
         if not isinstance(items, list):
-            raise SubstitutionError(f"withParam value could not be parsed as a JSON list: {text}")
+            raise LoopError(f"withParam value could not be parsed as a JSON list: {text}")
     else:
         items = _sequence(substitute(step["withSequence"], scope))
     return [_item(step["name"], index, item) for index, item in enumerate(items)]
@@ -66,7 +70,7 @@ def _sequence(sequence: Mapping[str, Any]) -> list[str]:
                 return []
             end = start + count - 1
     except (KeyError, ValueError) as error:
-        raise SubstitutionError(f"withSequence needs integers (count or end, start): {error}") from error
+        raise LoopError(f"withSequence needs integers (count or end, start): {error}") from error
     return [str(number) for number in (range(start, end + 1) if start <= end else range(start, end - 1, -1))]
 
 
@@ -81,7 +85,7 @@ def _item(name: str, index: int, item: Any) -> Item:
         label = item if isinstance(item, str) else go_string(item)
         values = {"item": label}
     else:
-        raise SubstitutionError(f"withItems[{index}] expected string, number, list, or map. received: {item}")
+        raise LoopError(f"withItems[{index}] expected string, number, list, or map. received: {item}")
     label = label.replace("(", "").replace(")", "")
     return Item(f"{name}({index}:{label})", values)
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from colchis.components.errors import BadConfig
 from colchis.workflows.local.accepted import PARAMETER_LIMIT_BYTES
 from colchis.workflows.local.artifacts import Repository
-from colchis.workflows.local.calls import Frame, Template
+from colchis.workflows.local.calls import Ended, Frame, Template
 from colchis.workflows.local.container_set import run_set
 from colchis.workflows.local.launcher import Command
 from colchis.workflows.local.nodes import Node, Phase, fnv32a
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from colchis.workflows.local.workflow import WorkflowRun
 
 POD_DEADLINE = "Pod was active on the node longer than the specified deadline"
+STEP_DEADLINE = "Step exceeded its deadline"
+DEADLINES = (POD_DEADLINE, STEP_DEADLINE)
 PROGRESS_INTERVAL_S = 1.0  # Argo's executor looks every 3 s; a file has no event that is portable
 EXECUTOR_ERROR = 64  # what Argo's own executor exits with
 _VARIABLE = re.compile(r"\$(\$|\(([A-Za-z_][A-Za-z0-9_.-]*)\))")
@@ -62,12 +64,13 @@ class Pod:
         if "containerSet" in self.template:
             phase, message, stopped = await run_set(self)
         else:
-            code, stopped = await self.run_container(self.template["container"], "main")
-            self.node.outputs.exit_code = None if stopped == POD_DEADLINE else code
+            ended = await self.run_container(self.template["container"], "main")
+            stopped = ended.stopped
+            self.node.outputs.exit_code = None if stopped in DEADLINES else ended.code
             phase, message = Phase.SUCCEEDED, ""
-            if stopped is not None or code != 0:
-                phase, message = Phase.FAILED, stopped or f"main: Error (exit code {code})"
-        if stopped is not None and stopped != POD_DEADLINE:
+            if stopped is not None or ended.code != 0:
+                phase, message = Phase.FAILED, stopped or f"main: {ended.message}"
+        if stopped is not None and stopped not in DEADLINES:
             self._default_outputs()
         else:
             try:
@@ -147,8 +150,8 @@ class Pod:
         fields = {"metadata.name": self.name, "metadata.namespace": self.run.namespace, "metadata.uid": self.node.id}
         return {**fields, "spec.nodeName": socket.gethostname(), "status.podIP": "127.0.0.1"}[path]
 
-    async def run_container(self, container: Mapping[str, Any], name: str) -> tuple[int, str | None]:
-        """Exit code of one container, and the message of its node when it was stopped (None: it ended by itself)."""
+    async def run_container(self, container: Mapping[str, Any], name: str) -> Ended:
+        """Runs one container to its end."""
         settings, declared = self.run.settings, self._declared(container)
         own = {"TMPDIR": str(self.inside("/tmp")), "ARGO_PROGRESS_FILE": str(self.directory / "progress")}
         environment = {**settings.base_environment, **declared, **settings.environment, **own}
@@ -162,17 +165,15 @@ class Pod:
         (self.directory / f"{prefix}command.json").write_text(json.dumps(logged, indent=1))
         stdout, stderr = self.directory / f"{prefix}stdout.log", self.directory / f"{prefix}stderr.log"
         command = Command(argv, environment, directory, stdout, stderr)
-        deadline_s = self.run.remaining_s(self.frame.on_exit)
-        if "activeDeadlineSeconds" in self.template:
-            own_s = float(substitute(str(self.template["activeDeadlineSeconds"]), self.scope))
-            deadline_s = own_s if deadline_s is None else min(own_s, deadline_s)
+        deadline = self.template.get("activeDeadlineSeconds")
+        deadline_s = None if deadline is None else float(substitute(str(deadline), self.scope))
         async with self._progress():
-            code, reason = await self.run.supervise(command, deadline_s, self.frame.on_exit)
+            ended = await self.run.supervise(command, deadline_s, self.frame.on_exit)
         if self.frame.capture_result and name == "main":
             with open(stdout, "rb") as file:
                 file.seek(max(0, stdout.stat().st_size - PARAMETER_LIMIT_BYTES))
                 self.node.outputs.result = file.read().decode(errors="replace").removesuffix("\n")
-        return code, POD_DEADLINE if reason == "deadline" else reason
+        return ended
 
     @contextlib.asynccontextmanager
     async def _progress(self) -> AsyncIterator[None]:

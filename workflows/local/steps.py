@@ -12,6 +12,7 @@ from colchis.workflows.local.conditions import ConditionError
 from colchis.workflows.local.fanout import (
     Children,
     Item,
+    LoopError,
     arguments_of,
     collect_outputs,
     expand,
@@ -43,7 +44,7 @@ async def run(run: WorkflowRun, node: Node, template: Template, frame: Frame) ->
         await group.run(steps)
         leaves = [leaf for child in group_node.children for leaf in run.nodes.outbound(run.nodes[child])]
         parents = leaves or [group_node]
-        node.outbound = [leaf.id for leaf in leaves]
+        node.outbound = [] if children.blocked else [leaf.id for leaf in leaves]
         if group_node.phase.failed:
             run.nodes.mark(node, Phase.FAILED, group_node.message)
             return
@@ -69,11 +70,11 @@ class _Group:
         mark = self.workflow.nodes.mark
         try:
             calls = {call.name: (step["name"], call) for step in steps for call in self._calls(step)}
+        except (ConditionError, LoopError) as error:
+            mark(self.group_node, Phase.ERROR, str(error))
+            return
         except SubstitutionError as error:
             mark(self.group_node, Phase.ERROR, f"failed to resolve references: {error}")
-            return
-        except ConditionError as error:
-            mark(self.group_node, Phase.ERROR, str(error))
             return
         for name, call in calls.values():
             self.children.submit(call, partial(self._ended, name, call))

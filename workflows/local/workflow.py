@@ -16,6 +16,7 @@ from colchis.workflows.local.accepted import PARAMETER_LIMIT_BYTES
 from colchis.workflows.local.calls import (
     Arguments,
     Call,
+    Ended,
     Event,
     EventKind,
     Frame,
@@ -27,13 +28,12 @@ from colchis.workflows.local.durations import humanize
 from colchis.workflows.local.expression_tree import ExpressionError
 from colchis.workflows.local.launcher import CannotStart, Command
 from colchis.workflows.local.nodes import Node, Nodes, NodeType, Phase, fnv32a
-from colchis.workflows.local.pods import OutputError, Pod
+from colchis.workflows.local.pods import POD_DEADLINE, STEP_DEADLINE, OutputError, Pod
 from colchis.workflows.local.retries import attempt_values, next_attempt
 from colchis.workflows.local.substitution import SubstitutionError, substitute
 
 MAX_DEPTH = 100  # maxAllowedStackDepth of the controller
 TOO_DEEP = "Maximum recursion depth exceeded"
-STEP_DEADLINE = "Step exceeded its deadline"
 CANNOT_RUN = 64  # what Argo's executor exits with when it cannot start the program
 
 
@@ -100,24 +100,26 @@ class WorkflowRun:
             return STEP_DEADLINE
         return None
 
-    async def supervise(self, command: Command, deadline_s: float | None, on_exit: bool) -> tuple[int, str | None]:
-        """Runs a process to its end: (exit code, why it was stopped). Stopping is SIGTERM, the grace, SIGKILL.
-
-        The reason is `deadline` or the message of a stopped node; an exit handler isn't stopped.
+    async def supervise(self, command: Command, deadline_s: float | None, on_exit: bool) -> Ended:
+        """Runs a process to its end. At its deadline (or the workflow's), or when the workflow is stopped, it is ended:
+        SIGTERM, the grace, SIGKILL. An exit handler isn't stopped.
         """
+        remaining_s = self.remaining_s(on_exit)
+        message = POD_DEADLINE
+        if remaining_s is not None and (deadline_s is None or remaining_s < deadline_s):
+            deadline_s, message = remaining_s, STEP_DEADLINE
         try:
             process = await self.settings.launcher.start(command)
         except CannotStart as error:
-            command.stderr.write_text(f"{error}\n")
-            return CANNOT_RUN, None
+            return Ended(CANNOT_RUN, why=str(error))
         ended = asyncio.create_task(process.wait())
         stop = asyncio.create_task(self._stopped.wait())
-        reason: str | None = None
+        stopped: str | None = None
         try:
             waiting: set[asyncio.Task[Any]] = {ended} if on_exit else {ended, stop}
             await asyncio.wait(waiting, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
             if not ended.done():
-                reason = self.refusal_to_start(on_exit) if stop.done() else "deadline"
+                stopped = self.refusal_to_start(on_exit) if stop.done() else message
         finally:
             stop.cancel()
             if not ended.done():
@@ -126,7 +128,7 @@ class WorkflowRun:
             if not ended.done():
                 process.signal(signal.SIGKILL)
                 await ended
-        return ended.result(), reason
+        return Ended(ended.result(), stopped)
 
     # Events
 

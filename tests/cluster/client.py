@@ -27,14 +27,17 @@ class Cluster:
         self.objects = client.CustomObjectsApi()
         self.core = client.CoreV1Api()
 
-    def create(self, workflow: Json) -> str:
-        """Creates a Workflow, in place of one with that name; returns its name."""
-        name = workflow["metadata"].get("name")
-        if name:
+    def create(self, workflow: Json) -> str | None:
+        """Creates a Workflow, in place of one with that name; returns its name, or None when the API server refuses."""
+        if name := workflow["metadata"].get("name"):
             self.delete("workflows", name)
-        return str(
-            self.objects.create_namespaced_custom_object(**GROUP, plural="workflows", body=workflow)["metadata"]["name"]
-        )
+        try:
+            created = self.objects.create_namespaced_custom_object(**GROUP, plural="workflows", body=workflow)
+        except client.ApiException as error:
+            if error.status not in (400, 422):
+                raise
+            return None
+        return str(created["metadata"]["name"])
 
     def apply_template(self, template: Json) -> None:
         """Creates a WorkflowTemplate, in place of one with that name."""

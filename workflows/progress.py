@@ -18,8 +18,8 @@ from colchis.components.records.iteration import Evaluation, Summary
 from colchis.components.report import Status, find_run, find_summary, render_report, status
 from colchis.components.store import Store
 from colchis.workflows.home import Home, open_store
+from colchis.workflows.local.calls import Event, EventKind
 from colchis.workflows.local.interpreter import WorkflowResult
-from colchis.workflows.local.workflow import Event, EventKind
 from colchis.workflows.runs import LocalRun, run_locally
 
 STAGES = ("rollout", "grade", "batch", "train", "reload")

@@ -92,7 +92,7 @@ def drift(folder: Path = TEMPLATES) -> str:
     """Unified diff between the files in `folder` and what would be rendered; empty when they agree."""
     files = render()
     present = {p.name: p.read_text(encoding="utf-8") for p in folder.glob("colchis-*.yaml")}
-    pieces = []
+    pieces: list[str] = []
     for name in sorted(files.keys() | present.keys()):
         old, new = present.get(name, ""), files.get(name, "")
         pieces += difflib.unified_diff(

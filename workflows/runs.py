@@ -21,11 +21,11 @@ from colchis.components.records.run import StopWish
 from colchis.components.report import find_summary, known_run
 from colchis.components.store import Attempt, Lease, StageKey, Store, find_commit, keys, upload_input
 from colchis.workflows.home import Home, start_store
+from colchis.workflows.local.calls import Event
 from colchis.workflows.local.interpreter import Interpreter, WorkflowResult
 from colchis.workflows.local.launcher import Launcher
 from colchis.workflows.local.parents import ExecLauncher, WarmLauncher
 from colchis.workflows.local.services import Pool, start_pool
-from colchis.workflows.local.workflow import Event
 from colchis.workflows.render import read_templates
 
 RUN_LEASE_S = 20.0

@@ -8,7 +8,7 @@ Iteration i samples with policy v_i and trains v_(i+1); nobody samples while it 
 
 from __future__ import annotations
 
-from hera.workflows import NoneArchiveStrategy, Parameter, S3Artifact, Steps, WorkflowTemplate
+from hera.workflows import NoneArchiveStrategy, Parameter, S3Artifact, Step, Steps, WorkflowTemplate
 from hera.workflows import models as m
 
 from colchis.components.config import SECTIONS
@@ -158,6 +158,7 @@ def sync(shape: Shape) -> WorkflowTemplate:
 
         with Steps(name="main"):
             b = begin(name="begin")
+            assert isinstance(b, Step)
             begun = {n: b.get_parameter(n) for n in ("first", "count", "shards", "grade-shards", "every")}
             fill = "{{steps.begin.outputs.parameters.fill}} == true"
             reload(name="fill", arguments={"version": b.get_parameter("version")}, when=fill)

@@ -101,9 +101,8 @@ def _type_name(annotation: Any) -> str:
     if origin in (Union, types.UnionType):
         return _type_name(next(a for a in args if a is not type(None)))
     if origin in (list, tuple, dict):
-        names = {list: "list", tuple: "list", dict: "mapping"}
-        return f"{names[origin]} of {_type_name(args[0])}" if origin is list else names[origin]
-    names = {str: "text", int: "integer", float: "number", bool: "true or false"}
+        return f"list of {_type_name(args[0])}" if origin is list else {tuple: "list", dict: "mapping"}[origin]
+    names: dict[Any, str] = {str: "text", int: "integer", float: "number", bool: "true or false"}
     return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
 
 

@@ -23,7 +23,7 @@ class Series:
 
 def line_chart(title: str, series: Sequence[Series], *, log: bool = False, floor: float | None = None) -> str:
     """An SVG figure with axes, or a note that there is nothing to draw yet."""
-    values = [y for s in series for _, y in s.points if _usable(y, log)]
+    values = [y for s in series for _, y in s.points if y is not None and _usable(y, log)]
     values += [v for s in series for _, low, high in s.band for v in (low, high)]
     xs = [x for s in series for x, _ in s.points]
     if not values or not xs:

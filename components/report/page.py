@@ -28,8 +28,8 @@ def page(s: Status) -> str:
 <html lang="en"><head><meta charset="utf-8"><title>{escape(s.record.run)} - Colchis</title><style>{STYLE}</style></head>
 <body>
 <h1>{escape(s.record.run)}</h1>
-<p class="lead">mode {escape(s.record.config.mode)}, configuration {s.record.config_digest[:12]}, begun {escape(s.record.created_at)},
-colchis {escape(s.record.code_version)}</p>
+<p class="lead">mode {s.record.config.mode}, configuration {s.record.config_digest[:12]},
+begun {escape(s.record.created_at)}, colchis {escape(s.record.code_version)}</p>
 {alerts}
 <div class="cards">{_cards(s)}</div>
 <h2>Curves</h2>

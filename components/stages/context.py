@@ -134,7 +134,7 @@ def input_file(manifest: InputManifest, name: str) -> Payload:
         if payload.name == name:
             return payload
     raise BadData(
-        f"input {manifest.digest()[:12]} has no file '{name}', only {', '.join(p.name for p in manifest.files)}",
+        f"input {manifest.digest[:12]} has no file '{name}', only {', '.join(p.name for p in manifest.files)}",
         hint="upload a complete Hugging Face folder: config.json, tokenizer.json, *.safetensors",
     )
 

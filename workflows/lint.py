@@ -205,15 +205,36 @@ def _template_problems(program: Program, template: Template) -> Iterator[tuple[s
         yield field, f"two calls are named {name!r}: rename one"
     for call in template.calls:
         yield from _call_problems(program, call)
+        callee = program.callee(call.body)
+        if body.get("failFast") and callee and "retryStrategy" in callee.body:
+            problem = (
+                f"{callee.name!r} has a retryStrategy, but failFast ends {template.name!r} at its first failed try"
+            )
+            yield f"{field}.failFast", f"{problem}: put a template without failFast between them"
+    yield from _dependency_problems(template)
     yield from lint_tags.template_problems(program, template)
     yield from lint_pods.template_problems(template)
+
+
+def _dependency_problems(template: Template) -> Iterator[tuple[str, str]]:
+    """Of a DAG: every dependency exists, none leads back, and all are written in one way."""
+    tasks = (template.body.get("dag") or {}).get("tasks") or ()
+    if any("depends" in t for t in tasks) and any("dependencies" in t for t in tasks):
+        yield (
+            f"{template.field}.dag",
+            "has tasks with depends and tasks with dependencies: write depends in all of them",
+        )
+    names = {call.name for call in template.calls}
+    for call in template.calls:
+        for missing in sorted(call.before - names):
+            yield f"{call.field} ({call.name})", f"depends on {missing!r}, which is no task here: it has {_some(names)}"
+        if call.name in call.before:
+            yield f"{call.field} ({call.name})", "depends on itself, by way of others perhaps: break the cycle"
 
 
 def _call_problems(program: Program, call: Call) -> Iterator[tuple[str, str]]:
     """One step or task: its template exists and gets what it asks for, no more and no less."""
     field, body = f"{call.field} ({call.name})", call.body
-    if "depends" in body and "dependencies" in body:
-        yield field, "has depends and dependencies: keep depends"
     if "depends" in body and "continueOn" in body:
         yield field, "continueOn has no effect with depends: write depends: A || A.Failed"
     callee = program.callee(body)

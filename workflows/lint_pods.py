@@ -39,6 +39,12 @@ def template_problems(template: Template) -> Problems:
             yield f"{field}.activeDeadlineSeconds", "a pod without a deadline can wait for ever: set one"
         for place, container in _containers(template):
             yield from _container_problems(place, container)
+    names = [container.get("name") for container in (body.get("containerSet") or {}).get("containers") or ()]
+    if names and "main" not in names and (body.get("outputs") or template.declared("inputs", "artifacts")):
+        yield (
+            f"{field}.containerSet.containers",
+            "outputs and artifacts belong to a container called main: name the last so",
+        )
     for side in ("inputs", "outputs"):
         for name, artifact in template.declared(side, "artifacts").items():
             yield from _artifact_problems(f"{field}.{side}.artifacts ({name})", artifact, side)

@@ -92,7 +92,8 @@ def test_stop_drops_outputs_and_a_default_takes_their_place(tmp_path: Path) -> N
         "import pathlib, signal, sys, time\n"
         "def save(*_):\n"
         "    open('{{outputs.parameters.o.path}}', 'w').write('late'); sys.exit(0)\n"
-        "signal.signal(signal.SIGTERM, save); pathlib.Path('ready').touch(); time.sleep(60)"
+        "signal.signal(signal.SIGTERM, save); pathlib.Path('ready').touch()\n"
+        "for _ in range(1200): time.sleep(0.05)"
     )
     outputs = {"parameters": [{"name": "o", "valueFrom": {"path": "/tmp/o", "default": "DEFAULT"}}]}
 

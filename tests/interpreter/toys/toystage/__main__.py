@@ -43,11 +43,11 @@ def main(argv: list[str] | None = None) -> int | None:
         case "trap":
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(int(rest[0])))
             Path("ready").touch()
-            time.sleep(60)
+            stay()
         case "ignore":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             Path("ready").touch()
-            time.sleep(60)
+            stay()
         case "descend":
             descend(rest[0])
         case "unflushed":
@@ -59,6 +59,12 @@ def main(argv: list[str] | None = None) -> int | None:
         case "threads":
             print(json.dumps([len(os.listdir("/proc/self/task")), os.environ.get("OMP_NUM_THREADS")]))
     return 0
+
+
+def stay() -> None:
+    """For a minute, in short sleeps: a signal just before a long one would only be handled after it."""
+    for _ in range(1200):
+        time.sleep(0.05)
 
 
 def descend(how: str) -> None:

@@ -211,3 +211,16 @@ def test_stop_starts_no_further_container_of_a_set(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("w-ran"))
     assert (nodes["w"]["phase"], nodes["w"]["message"]) == ("Failed", "workflow shutdown with strategy: Stop")
     assert nodes["w.main"]["message"] == "main: Error (exit code 143)"
+
+
+def test_a_stop_before_the_start_is_a_stop(tmp_path: Path) -> None:
+    """Catches a Ctrl-C that is lost because nothing ran yet."""
+
+    async def go() -> WorkflowResult:
+        async with machine(tmp_path) as (interpreter, _):
+            interpreter.stop()
+            return await asyncio.wait_for(interpreter.run(workflow(container(toy("sleep", "60")))), 30)
+
+    result = asyncio.run(go())
+    assert (result.phase, result.message) == ("Failed", "Stopped with strategy 'Stop'")
+    assert not list(tmp_path.rglob("command.json"))

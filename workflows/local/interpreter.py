@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +86,11 @@ class Interpreter:
         self._settings = Settings(work_dir, dict(environment), base, secrets, launcher, on_event, grace_s)
         self._templates = templates
         self._namespace = namespace
-        self._successors: deque[Mapping[str, Any]] = deque()
         self._known: set[str] = set()
         self._mutexes: dict[str, asyncio.Lock] = {}
         self._running: list[WorkflowRun] = []
         self._ignored: set[str] = set()
-        self._stopping = False
+        self._strategy: str | None = None
 
     async def run(self, workflow: Mapping[str, Any]) -> WorkflowResult:
         """Runs a Workflow, then its successors one after the other; the result is that of the last one.
@@ -98,9 +98,10 @@ class Interpreter:
         Raises BadConfig for a manifest outside the accepted subset.
         """
         self._known.add(_name(workflow))
-        result = await self._run_one(workflow)
-        while self._successors and not self._stopping:
-            following = await self._run_one(self._successors.popleft())
+        successors: deque[Mapping[str, Any]] = deque()
+        result = await self._run_one(workflow, successors)
+        while successors and self._strategy is None:
+            following = await self._run_one(successors.popleft(), successors)
             before = (*result.predecessors, WorkflowResult(result.name, result.phase, result.message, result.nodes))
             result = WorkflowResult(following.name, following.phase, following.message, following.nodes, before)
         return result
@@ -114,11 +115,11 @@ class Interpreter:
         self._shut_down("Terminate")
 
     def _shut_down(self, strategy: str) -> None:
-        self._stopping = True
+        self._strategy = strategy
         for run in self._running:
             run.stop(strategy)
 
-    async def _run_one(self, workflow: Mapping[str, Any]) -> WorkflowResult:
+    async def _run_one(self, workflow: Mapping[str, Any], successors: deque[Mapping[str, Any]]) -> WorkflowResult:
         name = _name(workflow)
         spec = self._complete(workflow)
         values = self._values(name, workflow, spec)
@@ -126,13 +127,15 @@ class Interpreter:
         try:
             check_spec(spec, values)
             locks = sorted(substitute(m["name"], values) for m in spec.get("synchronization", {}).get("mutexes", []))
-            run = WorkflowRun(name, spec, values, self._settings, self._create_successor)
+            run = WorkflowRun(name, spec, values, self._settings, partial(self._create_successor, successors))
         except ValueError as error:
             return self._invalid(name, f"invalid spec: {error}")
         async with AsyncExitStack() as held:
             for lock in locks:
                 await held.enter_async_context(self._mutexes.setdefault(lock, asyncio.Lock()))
             self._running.append(run)
+            if self._strategy is not None:
+                run.stop(self._strategy)
             try:
                 on_event(Event(EventKind.WORKFLOW_STARTED, name))
                 await run.execute_all()
@@ -207,7 +210,9 @@ class Interpreter:
         values["workflow.parameters"] = json.dumps(parameters, separators=(",", ":"))
         return values
 
-    def _create_successor(self, text: str, action: str, template: str) -> str | None:
+    def _create_successor(
+        self, successors: deque[Mapping[str, Any]], text: str, action: str, template: str
+    ) -> str | None:
         """Queues the Workflow of a resource template; the reason when the API server would refuse it."""
         try:
             manifest = yaml.load(text, Loader=yaml.CSafeLoader)
@@ -226,7 +231,7 @@ class Interpreter:
             return None if action == "apply" else f"Error from server (AlreadyExists): {exists}"
         self._complete(manifest)
         self._known.add(name)
-        self._successors.append(manifest)
+        successors.append(manifest)
         return None
 
 

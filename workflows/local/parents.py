@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from colchis.components.errors import Bug
+from colchis.components.errors import BadConfig, Bug
 from colchis.workflows.local.launcher import CannotStart, Command, Process
 
 PARENT = Path(__file__).with_name("parent.py")
@@ -118,6 +118,12 @@ class ParentProcess:
             return self._connection
 
     async def _launch(self) -> None:
+        if sys.platform != "linux":
+            raise BadConfig(
+                "a local run ends its processes by means that only Linux has (PR_SET_PDEATHSIG, /proc)",
+                where=sys.platform,
+                hint="use a Linux machine, WSL or a container",
+            )
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         roots = [str(root) for root in self.roots]

@@ -6,7 +6,7 @@ import base64
 import gzip
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,6 @@ from kubernetes import client, config, watch
 Json = Any
 NAMESPACE = "colchis"
 GROUP = {"group": "argoproj.io", "version": "v1alpha1", "namespace": NAMESPACE}
-ENDED = ("Succeeded", "Failed", "Error")
 
 
 class Cluster:
@@ -68,7 +67,35 @@ class Cluster:
 
     def wait(self, names: Iterable[str], deadline_s: float) -> dict[str, Json]:
         """The status of each Workflow when it has ended; TimeoutError names those that have not."""
-        waiting, ended = set(names), {}
+        return dict(self._endings(set(names), deadline_s))
+
+    def run_all(self, workflows: Mapping[str, Json], *, at_once: int, deadline_s: float) -> dict[str, Json]:
+        """Creates every Workflow, `at_once` at a time, and gives their statuses under the same keys.
+
+        None stands for one that the API server refuses. (The controller's own limit, `parallelism`, would not do: what
+        it postpones, it no longer validates.)
+        """
+        left, keys, ended = dict(workflows), dict[str, str](), dict[str, Json]()
+        waiting: set[str] = set()
+
+        def fill() -> None:
+            while left and len(waiting) < at_once:
+                key = next(iter(left))
+                name = self.create(left.pop(key))
+                if name is None:
+                    ended[key] = None
+                else:
+                    keys[name] = key
+                    waiting.add(name)
+
+        fill()
+        for name, status in self._endings(waiting, deadline_s):
+            ended[keys[name]] = status
+            fill()
+        return ended
+
+    def _endings(self, waiting: set[str], deadline_s: float) -> Iterator[tuple[str, Json]]:
+        """(name, status) as Workflows end. `waiting` loses them, and the caller may add to it."""
         until = time.monotonic() + deadline_s
         while waiting:
             left_s = int(until - time.monotonic())
@@ -83,12 +110,11 @@ class Cluster:
             ):
                 workflow = event["object"]
                 name, status = workflow["metadata"]["name"], workflow.get("status", {})
-                if name in waiting and status.get("phase") in ENDED and _is_complete(workflow):
-                    ended[name] = {**status, "nodes": _nodes(status)}
+                if name in waiting and event["type"] != "DELETED" and _is_complete(workflow):
                     waiting.discard(name)
+                    yield name, {**status, "nodes": _nodes(status)}
                     if not waiting:
                         follow.stop()
-        return ended
 
     def config_map(self, name: str, data: dict[str, str]) -> None:
         """Creates or replaces a ConfigMap."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from colchis.components.errors import BadConfig, BadData
 from colchis.components.trainer.attention import document_runs
@@ -41,6 +41,17 @@ def test_packed_documents_equal_transformers_one_at_a_time(base: Path) -> None:
     with torch.no_grad():
         for document, logits in zip(DOCUMENTS, packed_logits(load_model(base), DOCUMENTS), strict=True):
             torch.testing.assert_close(logits, plain(torch.tensor([document])).logits[0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_family_with_dropout_and_learned_positions(tmp_path: Path) -> None:
+    """GPT-2: dropout would make every pass another, positions that run on would read other embeddings."""
+    torch.manual_seed(0)
+    options = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 32, "n_positions": 64, "initializer_range": 0.2}
+    GPT2LMHeadModel(GPT2Config(**options)).save_pretrained(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for document, logits in zip(DOCUMENTS, packed_logits(load_model(tmp_path), DOCUMENTS), strict=True):
+            torch.testing.assert_close(logits, plain(torch.tensor([document])).logits[0], rtol=1e-4, atol=1e-4)
 
 
 def test_neighbours_of_equal_length_share_one_call() -> None:

@@ -191,7 +191,7 @@ def test_bfloat16_is_published_from_masters_that_keep_small_steps(tmp_path: Path
     """A step of 1e-5 is lost in most bfloat16 weights of about 0.2; the masters add them up, through files too."""
     base = make_model(tmp_path / "base", dtype=torch.bfloat16)
     config = make_config(model={"dtype": "bfloat16"}, trainer={"learning_rate": 1e-5})
-    train_chain(config, base, tmp_path, range(3))
+    result = train_chain(config, base, tmp_path, range(3))
     new, old = weights_of(tmp_path / "v3" / "weights"), weights_of(base)
     assert {t.dtype for t in new.values()} == {torch.bfloat16}
     masters = load_file(tmp_path / "v3" / "state" / "masters.safetensors")
@@ -201,6 +201,8 @@ def test_bfloat16_is_published_from_masters_that_keep_small_steps(tmp_path: Path
     moved = (masters[name] - old[name].float()).abs()
     assert moved.max() > 2.5e-5  # three steps of about 1e-5
     assert (new[name] != old[name]).float().mean() < 0.5
+    served = logprobs_of(tmp_path / "v3" / "model", result.probe.token_ids)
+    assert result.probe.logprobs[0] == pytest.approx(served[0], abs=1e-6)  # trained with what engines compute with
 
 
 @pytest.mark.parametrize(("ranks", "scores"), [(2, SCORES), (3, [[1, 0]])])

@@ -9,7 +9,7 @@ UV_VERSION := 0.13.9
 export OMP_NUM_THREADS = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo base test check lint types render docs requirements clean
+.PHONY: help setup demo base test test-cluster test-sglang cluster-up cluster-down check render requirements clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -35,6 +35,19 @@ demo: base ## learn arithmetic on this machine: 100 iterations, report.html
 
 test: base ## all tests that need neither a cluster nor SGLang
 	$(BIN)/pytest -q -m "not cluster and not sglang"
+
+test-cluster: base ## conformance and a run on a real Kubernetes with Argo, started here (root; 20 minutes the first time)
+	$(BIN)/python -m tests.cluster.harness run $(BIN)/pytest -q -m cluster tests/cluster
+
+cluster-up: setup ## keep a test cluster: see tests/cluster/README.md
+	$(BIN)/python -m tests.cluster.harness up
+
+cluster-down: setup ## end it
+	$(BIN)/python -m tests.cluster.harness down
+
+test-sglang: base ## the reload path against real SGLang on CPU (installs it the first time)
+	$(BIN)/python components/engine/sglang_cpu/environment.py
+	$(BIN)/pytest -q -m sglang tests/sglang
 
 check: setup ## format, lint, types, import rules, rendered files
 	$(BIN)/ruff format --check .

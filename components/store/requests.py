@@ -5,6 +5,7 @@ botocore's own retries are off: it gives up by count where we give up by time, a
 
 from __future__ import annotations
 
+import functools
 import logging
 import ssl
 import threading
@@ -147,7 +148,7 @@ class Requests:
             cause = last.exception()
             raise PeerUnavailable(
                 f"object store {self.settings.endpoint}: no {what} within {deadline_s:g} s "
-                f"({last.attempt_number} tries); last error: {cause}",
+                f"(tried {last.attempt_number} times); last error: {cause}",
                 where=where,
                 hint="check that the store is up and reachable from here, then run the same command again",
             ) from (cause.__cause__ if cause else None)
@@ -198,6 +199,17 @@ def _last_error(state: RetryCallState) -> str:
     return str(state.outcome.exception()) if state.outcome else ""
 
 
+@functools.cache
+def _session() -> Any:
+    """One for the process: it keeps the parsed description of S3, which takes longer to read than a request."""
+    return boto3.session.Session()
+
+
+def preload() -> None:
+    """Read the description of S3 now, for processes that are forked later. Opens no connection."""
+    _client(StoreSettings("http://127.0.0.1:1", "none", "none", "none"), 1.0)
+
+
 def _client(settings: StoreSettings, deadline_s: float) -> Any:
     host = urlsplit(settings.endpoint).hostname
     config = Config(
@@ -213,7 +225,7 @@ def _client(settings: StoreSettings, deadline_s: float) -> Any:
         # A proxy of the environment cannot reach our own loopback; elsewhere it may be the only way out.
         proxies={} if host in ("127.0.0.1", "localhost", "::1") else None,
     )
-    return boto3.session.Session().client(
+    return _session().client(
         "s3",
         endpoint_url=settings.endpoint,
         region_name=settings.region,

@@ -1,10 +1,12 @@
 """Make the base model of the example: a small Qwen2 with one token per character, warm-started by a short supervised
-training that stops by accuracy, so that reinforcement learning has something to find and something to gain.
+training on flawed data.
 
-The rows are those of run.yaml's environment; held-out prompts are never shown. The result is cached by what it is made
-from, and put into `base/`.
+Most rows of that data have an answer that is one too high. The model learns to add, and learns the flaw with it: it
+knows both answers and prefers the wrong one. Which of the two is rewarded is what reinforcement learning then finds out.
+The training stops by accuracy, once most of its samples are one of the two. Its rows are those of run.yaml's
+environment; held-out prompts are never shown. The result is cached by what it is made from, and put into `base/`.
 
-Example: python examples/arithmetic/make_base.py --target 0.25
+Example: python examples/arithmetic/make_base.py --target 0.8
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import os
 import random
 import shutil
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -21,6 +24,7 @@ import tokenizers
 import torch
 import torch.nn.functional as F
 from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from colchis.components.config import load
 from colchis.components.environments import generate_rows
@@ -29,7 +33,9 @@ from colchis.components.records.rows import Rows, Split
 HERE = Path(__file__).parent
 PAD, EOS = 0, 1
 CHARACTERS = [chr(code) for code in range(32, 127)]
-BATCH, CHECK_EVERY, CHECKED_ROWS, LONGEST_STEPS = 128, 25, 300, 4000
+FLAWED = 0.6
+"""Share of the shown rows whose answer is one too high."""
+BATCH, CHECK_EVERY, CHECKED_ROWS, LONGEST_STEPS = 128, 50, 300, 4000
 
 
 def make_tokenizer() -> tokenizers.Tokenizer:
@@ -59,10 +65,23 @@ def make_model() -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config)
 
 
-def examples_of(rows: Rows, tokenizer: tokenizers.Tokenizer) -> list[tuple[list[int], list[int]]]:
-    """(prompt ids, answer ids with <eos>) of the training rows."""
+@dataclass(frozen=True)
+class Example:
+    """Token ids of a prompt and of its right and its flawed answer, each with <eos>."""
+
+    prompt: list[int]
+    right: list[int]
+    flawed: list[int]
+
+
+def examples_of(rows: Rows, tokenizer: tokenizers.Tokenizer) -> list[Example]:
+    """The training rows."""
+
+    def answer(number: int) -> list[int]:
+        return [*tokenizer.encode(str(number)).ids, EOS]
+
     train = [rows[i] for i in rows.indices(Split.TRAIN)]
-    return [(tokenizer.encode(r.prompt).ids, [*tokenizer.encode(r.answer).ids, EOS]) for r in train]
+    return [Example(tokenizer.encode(r.prompt).ids, answer(int(r.answer)), answer(int(r.answer) + 1)) for r in train]
 
 
 def loss_of(model: Qwen2ForCausalLM, batch: list[tuple[list[int], list[int]]]) -> torch.Tensor:
@@ -79,17 +98,20 @@ def loss_of(model: Qwen2ForCausalLM, batch: list[tuple[list[int], list[int]]]) -
 
 
 @torch.no_grad()
-def accuracy(model: Qwen2ForCausalLM, examples: list[tuple[list[int], list[int]]]) -> float:
-    """Share of examples whose answer is what greedy decoding would say: every answer token is the most likely one."""
-    right = 0
-    for prompt, answer in examples:
-        logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
-        right += int((logits.argmax(-1) == torch.tensor(answer)).all())
-    return right / len(examples)
+def known(model: Qwen2ForCausalLM, examples: list[Example]) -> tuple[float, float]:
+    """Mean probability of the right answer, and of either answer: what sampling at temperature 1 would give."""
+    right = either = 0.0
+    for e in examples:
+        for answer in (e.right, e.flawed):
+            logits = model(torch.tensor([e.prompt + answer])).logits[0, len(e.prompt) - 1 : -1]
+            chance = logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None]).sum().exp().item()
+            either += chance
+            right += chance if answer is e.right else 0.0
+    return right / len(examples), either / len(examples)
 
 
 def warm_start(rows: Rows, *, target: float, seed: int) -> tuple[Qwen2ForCausalLM, tokenizers.Tokenizer]:
-    """Train until greedy accuracy on unseen training rows reaches `target`."""
+    """Train until either answer has mean probability `target` on rows that were not shown."""
     torch.manual_seed(seed)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     tokenizer, model, draw = make_tokenizer(), make_model(), random.Random(seed)
@@ -98,18 +120,20 @@ def warm_start(rows: Rows, *, target: float, seed: int) -> tuple[Qwen2ForCausalL
     optimiser = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.0)
     started = time.monotonic()
     for step in range(1, LONGEST_STEPS + 1):
-        loss = loss_of(model, draw.sample(shown, BATCH))
+        batch = [(e.prompt, e.flawed if draw.random() < FLAWED else e.right) for e in draw.sample(shown, BATCH)]
+        loss = loss_of(model, batch)
         loss.backward()
         optimiser.step()
         optimiser.zero_grad()
         if step % CHECK_EVERY == 0:
-            reached = accuracy(model, checked)
+            right, either = known(model, checked)
+            spent_s = time.monotonic() - started
             click.echo(
-                f"step {step}: loss {loss.item():.3f}, accuracy {reached:.3f}, {time.monotonic() - started:.0f} s"
+                f"step {step}: loss {loss.item():.3f}, right {right:.3f}, right or flawed {either:.3f}, {spent_s:.0f} s"
             )
-            if reached >= target:
+            if either >= target:
                 return model, tokenizer
-    raise click.ClickException(f"accuracy {target} was not reached in {LONGEST_STEPS} steps")
+    raise click.ClickException(f"{target} was not reached in {LONGEST_STEPS} steps")
 
 
 def cache_folder(config_text: bytes, target: float, seed: int) -> Path:
@@ -120,11 +144,10 @@ def cache_folder(config_text: bytes, target: float, seed: int) -> Path:
 
 
 @click.command(help=__doc__)
-@click.option(
-    "--target", default=0.25, show_default=True, type=click.FloatRange(0.01, 0.99), help="Greedy accuracy to stop at."
-)
+@click.option("--target", default=0.8, show_default=True, type=click.FloatRange(0.01, 0.99), help="Where to stop.")
 @click.option("--seed", default=0, show_default=True)
 def main(target: float, seed: int) -> None:
+    transformers_logging.disable_progress_bar()
     run = load(HERE / "run.yaml")
     environment = run.environment.model_dump_json().encode()
     cached, base = cache_folder(environment, target, seed), HERE / "base"

@@ -40,7 +40,12 @@ class Warm:
 
 _STAGES = ("begin", "rollout", "grade", "batch", "train", "reload", "evaluate", "close")
 TORCH_FREE = Warm(
-    "torch-free", ("colchis.components.__main__", *(f"colchis.components.stages.{stage}" for stage in _STAGES))
+    "torch-free",
+    (
+        "colchis.components.__main__",
+        "colchis.components.store.warm",
+        *(f"colchis.components.stages.{stage}" for stage in _STAGES),
+    ),
 )
 TORCH = Warm(
     "torch",

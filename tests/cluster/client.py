@@ -15,7 +15,7 @@ from kubernetes import client, config, watch
 
 Json = Any
 NAMESPACE = "colchis"
-GROUP = {"group": "argoproj.io", "version": "v1alpha1", "namespace": NAMESPACE}
+GROUP: dict[str, Json] = {"group": "argoproj.io", "version": "v1alpha1", "namespace": NAMESPACE}
 
 
 class Cluster:

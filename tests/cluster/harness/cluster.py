@@ -6,6 +6,7 @@ process ends all of it. What stays is in the cache folder: the built parts, cont
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import secrets
@@ -37,13 +38,21 @@ def is_up() -> bool:
     return _process_one() is not None
 
 
-def up(*, lifeline: int | None = None) -> None:
-    """Builds what is missing and starts the cluster; returns when it is ready. Nothing happens when it is up already.
+def up(*, lifeline: int | None = None) -> bool:
+    """Builds what is missing and starts the cluster; returns when it is ready. False: it was up already.
 
     lifeline: read end of a pipe; the cluster ends when its write end closes. Without it, it lives until `down`.
     """
-    if is_up():
-        return
+    STATE.mkdir(parents=True, exist_ok=True)
+    with (STATE / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if is_up():
+            return False
+        _start(lifeline)
+        return True
+
+
+def _start(lifeline: int | None) -> None:
     if not Path("/sys/fs/cgroup/cpu").is_dir():
         raise CannotStart(
             "this machine has no cgroup v1 hierarchy, which the harness is written for; "
@@ -123,16 +132,15 @@ def inside(command: Sequence[str]) -> list[str]:
 
 @contextmanager
 def _cluster_for_a_command() -> Iterator[None]:
-    if is_up():
-        yield
-        return
     lifeline, held = os.pipe()
+    started = False
     try:
-        up(lifeline=lifeline)
-        os.close(lifeline)
+        started = up(lifeline=lifeline)
         yield
     finally:
-        down()
+        if started:
+            down()
+        os.close(lifeline)
         os.close(held)
 
 

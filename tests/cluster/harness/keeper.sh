@@ -10,9 +10,11 @@ echo "$cluster" > "$STATE/unshare.pid"
 exec 4>&-
 if { true <&3; } 2> /dev/null; then
   { read -r -u 3; kill -KILL "$cluster"; } &
+  reader=$!
   exec 3>&-
 fi
 wait "$cluster"
+if [ -n "${reader-}" ]; then kill "$reader"; fi
 rm -f "$STATE/unshare.pid"
 find /sys/fs/cgroup/*/colchis-test -depth -type d -exec rmdir {} \; 2> /dev/null
 exit 0

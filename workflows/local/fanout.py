@@ -120,7 +120,7 @@ def loop_reason(step: Step, scope: Mapping[str, str]) -> str | None:
         return None
 
 
-Ended = Callable[["Node | TemplateError"], None]
+OnEnd = Callable[["Node | TemplateError"], None]
 
 
 class Children:
@@ -131,14 +131,14 @@ class Children:
         self.limit = int(template["parallelism"]) if template.get("parallelism") else None
         self.fail_fast = bool(template.get("failFast"))
         self.failed = False
-        self._queue: deque[tuple[Call, Ended]] = deque()
-        self._active: dict[asyncio.Task[Node], Ended] = {}
+        self._queue: deque[tuple[Call, OnEnd]] = deque()
+        self._active: dict[asyncio.Task[Node], OnEnd] = {}
 
     @property
     def blocked(self) -> bool:
         return self.fail_fast and self.failed
 
-    def submit(self, call: Call, ended: Ended) -> None:
+    def submit(self, call: Call, ended: OnEnd) -> None:
         """Queues a call; `ended` gets its node or its error, during `wait`, and may submit more."""
         self._queue.append((call, ended))
 

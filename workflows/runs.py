@@ -113,6 +113,22 @@ def run_locally(
                     return asyncio.run(_interpret(run, config, home, templates, store, pool, on_event))
 
 
+def run_secrets(store: Store, pool: Pool) -> dict[str, dict[str, str]]:
+    """The Secret and the ConfigMap that the templates name, as a cluster's overlay would provide them."""
+    s = store.settings
+    return {
+        "colchis-store": {
+            "endpoint": s.endpoint,
+            "bucket": s.bucket,
+            "region": s.region,
+            "accessKey": s.access_key,
+            "secretKey": s.secret_key,
+            "agentToken": pool.token,
+        },
+        f"colchis-pool-{pool.name}": {"engines": pool.addresses},
+    }
+
+
 def pool_environment(pool: Pool) -> dict[str, str]:
     return {"COLCHIS_ENGINES": pool.addresses, "COLCHIS_AGENT_TOKEN": pool.token}
 
@@ -126,18 +142,6 @@ async def _interpret(
     pool: Pool,
     on_event: Callable[[Event], None],
 ) -> WorkflowResult:
-    s = store.settings
-    secrets = {
-        "colchis-store": {
-            "endpoint": s.endpoint,
-            "bucket": s.bucket,
-            "region": s.region,
-            "accessKey": s.access_key,
-            "secretKey": s.secret_key,
-            "agentToken": pool.token,
-        },
-        f"colchis-pool-{pool.name}": {"engines": pool.addresses},
-    }
     launcher: Launcher = ExecLauncher() if run.exec_ else WarmLauncher()
     folder = home.run_folder(run.run)
     number = 1 + sum(1 for p in folder.glob("workflows/*") if p.is_dir())
@@ -145,7 +149,7 @@ async def _interpret(
         templates,
         work_dir=folder / "workflows",
         environment={},
-        secrets=secrets,
+        secrets=run_secrets(store, pool),
         launcher=launcher,
         on_event=on_event,
     )

@@ -6,7 +6,7 @@ knows both answers and prefers the wrong one. Which of the two is rewarded is wh
 The training stops by accuracy, once most of its samples are one of the two. Its rows are those of run.yaml's
 environment; held-out prompts are never shown. The result is cached by what it is made from, and put into `base/`.
 
-Example: python examples/arithmetic/make_base.py --target 0.8
+Example: python examples/arithmetic/make_base.py --target 0.75
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from colchis.components.records.rows import Rows, Split
 HERE = Path(__file__).parent
 PAD, EOS = 0, 1
 CHARACTERS = [chr(code) for code in range(32, 127)]
-FLAWED = 0.6
+FLAWED = 0.7
 """Share of the shown rows whose answer is one too high."""
 BATCH, CHECK_EVERY, CHECKED_ROWS, LONGEST_STEPS = 128, 50, 300, 4000
 
@@ -144,7 +144,7 @@ def cache_folder(config_text: bytes, target: float, seed: int) -> Path:
 
 
 @click.command(help=__doc__)
-@click.option("--target", default=0.8, show_default=True, type=click.FloatRange(0.01, 0.99), help="Where to stop.")
+@click.option("--target", default=0.75, show_default=True, type=click.FloatRange(0.01, 0.99), help="Where to stop.")
 @click.option("--seed", default=0, show_default=True)
 def main(target: float, seed: int) -> None:
     transformers_logging.disable_progress_bar()

@@ -1,0 +1,96 @@
+"""Rendered manifests: in step with their source, quoted, and locked down."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from colchis.components.config import SECTIONS
+from colchis.components.errors import BadConfig
+from colchis.workflows import render
+from colchis.workflows.lint import lint_files
+
+
+@pytest.fixture(scope="module")
+def rendered() -> dict[str, dict[str, Any]]:
+    return {name: yaml.safe_load(text) for name, text in render.render().items()}
+
+
+def pods(template: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for t in template["spec"]["templates"]:
+        if "container" in t:
+            yield t["container"]
+        yield from t.get("containerSet", {}).get("containers", [])
+
+
+def test_files_are_as_rendered() -> None:
+    """Fault: a change of workflows/*.py that a cluster never sees."""
+    assert render.drift() == ""
+
+
+def test_drift_is_found(tmp_path: Path) -> None:
+    """Fault: a check that cannot fail: an edited, a missing and a stale file are all drift."""
+    render.write(tmp_path)
+    assert render.drift(tmp_path) == ""
+    first, second = sorted(tmp_path.glob("*.yaml"))[:2]
+    first.write_text(first.read_text().replace("rollout", "rolout"))
+    assert "rolout" in render.drift(tmp_path)
+    render.write(tmp_path)
+    second.unlink()
+    assert second.name in render.drift(tmp_path)
+    render.write(tmp_path)
+    (tmp_path / "colchis-old-cpu.yaml").write_text("kind: WorkflowTemplate\n")
+    assert "colchis-old-cpu.yaml" in render.drift(tmp_path)
+
+
+def test_rendered_files_pass_the_lint() -> None:
+    assert [str(f) for f in lint_files(sorted(render.TEMPLATES.glob("*.yaml")))] == []
+
+
+def test_every_pod_is_restricted(rendered: dict[str, dict[str, Any]]) -> None:
+    """Fault: a stage that Pod Security `restricted` would refuse, or that could write to its image."""
+    for template in rendered.values():
+        assert template["spec"]["securityContext"]["runAsNonRoot"] is True
+        assert template["spec"]["automountServiceAccountToken"] is False
+        found = list(pods(template))
+        assert len(found) > 8
+        for container in found:
+            context = container["securityContext"]
+            assert context["capabilities"]["drop"] == ["ALL"]
+            assert context["allowPrivilegeEscalation"] is False
+            assert context["readOnlyRootFilesystem"] is True
+            assert "memory" in container["resources"]["limits"]
+
+
+def test_secrets_are_only_referred_to(rendered: dict[str, dict[str, Any]]) -> None:
+    """Fault: a credential in an argument or a parameter, which Argo stores and shows."""
+    for template in rendered.values():
+        for container in pods(template):
+            secret = [e for e in container["env"] if "KEY" in e["name"] or "TOKEN" in e["name"]]
+            assert secret
+            assert all("secretKeyRef" in e["valueFrom"] for e in secret)
+
+
+def test_each_section_is_a_parameter(rendered: dict[str, dict[str, Any]]) -> None:
+    """Fault: `argo submit --parameter-file run.yaml` dropping a section that has no parameter."""
+    for template in rendered.values():
+        names = {p["name"] for p in template["spec"]["arguments"]["parameters"]}
+        assert names == {"run", "pool", "start", *SECTIONS}
+        assert all(p.get("description") for p in template["spec"]["arguments"]["parameters"])
+
+
+@pytest.mark.parametrize("value", ["n", "1e3", "0123", "yes", "null", "~", "1_000", "a: b", "{{x}}"])
+def test_strings_stay_strings_for_yaml_1_1(value: str) -> None:
+    """Fault: a bare `n` that kubectl turns into false, after which the controller may not start again."""
+    assert yaml.safe_load(render.to_yaml({"key": value}))["key"] == value
+    assert f'"{value}"' in render.to_yaml({"key": value})
+
+
+def test_unknown_field_of_a_shape_is_named(tmp_path: Path) -> None:
+    (tmp_path / "odd.yaml").write_text("gpus: 8\n")
+    with pytest.raises(BadConfig, match=r"odd\.yaml.*gpus.*trainer_gpus"):
+        render.read_shapes(tmp_path)

@@ -33,7 +33,7 @@ base: setup ## make the small base model of examples/arithmetic (cached)
 demo: base ## learn arithmetic on this machine: 100 iterations, report.html
 	$(BIN)/colchis run examples/arithmetic/run.yaml
 
-test: base ## all tests that need neither a cluster nor SGLang
+test: setup ## all tests that need neither a cluster nor SGLang
 	$(BIN)/pytest -q -m "not cluster and not sglang"
 
 test-cluster: base ## conformance and a run on a real Kubernetes with Argo, started here (root; 20 minutes the first time)

@@ -16,6 +16,7 @@ import os
 import random
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -157,7 +158,9 @@ def main(target: float, seed: int) -> None:
         staged = cached.with_suffix(f".{os.getpid()}")
         model.save_pretrained(staged)
         tokenizer.save(str(staged / "tokenizer.json"))
-        staged.rename(cached)
+        with suppress(OSError):  # somebody else made the same one meanwhile
+            staged.rename(cached)
+        shutil.rmtree(staged, ignore_errors=True)
     shutil.rmtree(base, ignore_errors=True)
     shutil.copytree(cached, base)
     click.echo(f"base model: {base}")

@@ -3,10 +3,10 @@ training on flawed data.
 
 Most rows of that data have an answer that is one too high. The model learns to add, and learns the flaw with it: it
 knows both answers and prefers the wrong one. Which of the two is rewarded is what reinforcement learning then finds out.
-The training stops by accuracy, once most of its samples are one of the two. Its rows are those of run.yaml's
+The training stops by accuracy: once most of its samples are one of the two, and most of those the wrong one. Its rows are those of run.yaml's
 environment; held-out prompts are never shown. The result is cached by what it is made from, and put into `base/`.
 
-Example: python examples/arithmetic/make_base.py --target 0.75
+Example: python examples/arithmetic/make_base.py --target 0.68
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ PAD, EOS = 0, 1
 CHARACTERS = [chr(code) for code in range(32, 127)]
 FLAWED = 0.7
 """Share of the shown rows whose answer is one too high."""
+MOSTLY_FLAWED = 0.35
+"""Largest share of the right answer among the two at the end."""
 BATCH, CHECK_EVERY, CHECKED_ROWS, LONGEST_STEPS = 128, 50, 300, 4000
 
 
@@ -112,7 +114,7 @@ def known(model: Qwen2ForCausalLM, examples: list[Example]) -> tuple[float, floa
 
 
 def warm_start(rows: Rows, *, target: float, seed: int) -> tuple[Qwen2ForCausalLM, tokenizers.Tokenizer]:
-    """Train until either answer has mean probability `target` on rows that were not shown."""
+    """Train until either answer has mean probability `target` on rows that were not shown, most of it on the flawed one."""
     torch.manual_seed(seed)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     tokenizer, model, draw = make_tokenizer(), make_model(), random.Random(seed)
@@ -132,7 +134,7 @@ def warm_start(rows: Rows, *, target: float, seed: int) -> tuple[Qwen2ForCausalL
             click.echo(
                 f"step {step}: loss {loss.item():.3f}, right {right:.3f}, right or flawed {either:.3f}, {spent_s:.0f} s"
             )
-            if either >= target:
+            if either >= target and right <= MOSTLY_FLAWED * either:
                 return model, tokenizer
     raise click.ClickException(f"{target} was not reached in {LONGEST_STEPS} steps")
 
@@ -145,7 +147,7 @@ def cache_folder(config_text: bytes, target: float, seed: int) -> Path:
 
 
 @click.command(help=__doc__)
-@click.option("--target", default=0.75, show_default=True, type=click.FloatRange(0.01, 0.99), help="Where to stop.")
+@click.option("--target", default=0.68, show_default=True, type=click.FloatRange(0.01, 0.99), help="Where to stop.")
 @click.option("--seed", default=0, show_default=True)
 def main(target: float, seed: int) -> None:
     transformers_logging.disable_progress_bar()

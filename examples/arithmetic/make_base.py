@@ -3,8 +3,9 @@ training on flawed data.
 
 Most rows of that data have an answer that is one too high. The model learns to add, and learns the flaw with it: it
 knows both answers and prefers the wrong one. Which of the two is rewarded is what reinforcement learning then finds out.
-The training stops by accuracy: once most of its samples are one of the two, and most of those the wrong one. Its rows are those of run.yaml's
-environment; held-out prompts are never shown. The result is cached by what it is made from, and put into `base/`.
+The training stops by accuracy: once most samples are one of the two, and most of those the wrong one. Its rows are those
+of run.yaml's environment; held-out prompts are never shown. The result is cached by what it is made from, and put into
+`base/`.
 
 Example: python examples/arithmetic/make_base.py --target 0.68
 """

@@ -93,7 +93,7 @@ start apiserver kube-apiserver --etcd-servers=http://127.0.0.1:2379 --bind-addre
 
 # Images, once for each set of them; containers of an earlier cluster have no pods any more.
 until_true containerd ctr version
-ctr containers ls -q | xargs -r -n 1 command ctr -a $run/containerd.sock -n k8s.io containers rm
+ctr containers ls -q | xargs -r -n 1 ctr -a $run/containerd.sock -n k8s.io containers rm
 if [ "$(cat "$STATE/containerd/imported" 2> /dev/null)" != "$IMAGES" ]; then
   for archive in "$IMAGES"/*.tar; do ctr image import --no-unpack=false "$archive"; done > "$STATE/logs/import.log" 2>&1
   echo "$IMAGES" > "$STATE/containerd/imported"
@@ -155,7 +155,7 @@ for crd in "$CRDS"/*.json; do
   kubectl create --raw /apis/apiextensions.k8s.io/v1/customresourcedefinitions -f "$crd" || exit 1
 done > "$STATE/logs/crds.log"
 kubectl wait --for=condition=Established --timeout=90s crd --all > /dev/null || exit 1
-kubectl create namespace colchis > /dev/null
+kubectl create namespace colchis --save-config > /dev/null
 until_true "the default service account" kubectl -n colchis get serviceaccount default
 kubectl -n colchis create secret generic colchis-store --from-env-file="$STATE/store.env" > /dev/null || exit 1
 sed "s|ENVIRONMENT_FOLDER|$STATE/environment|" "$HARNESS/install.yaml" | kubectl apply -f - > "$STATE/logs/install.log" || exit 1
@@ -163,6 +163,7 @@ sed "s|ENVIRONMENT_FOLDER|$STATE/environment|" "$HARNESS/install.yaml" | kubectl
 start argo env KUBECONFIG="$pki/argo-controller.conf" LEADER_ELECTION_DISABLE=true DEFAULT_REQUEUE_TIME=200ms \
   workflow-controller --kubeconfig "$pki/argo-controller.conf" --namespaced -n colchis --qps 100 --burst 200 \
   --executor-image "$ARGOEXEC_IMAGE" --executor-image-pull-policy IfNotPresent --loglevel warn
+until_true "the node" kubectl get node node
 kubectl wait --for=condition=Ready --timeout=90s node/node > /dev/null || exit 1
 echo ready >&4
 exec 4>&-

@@ -14,7 +14,7 @@ if { true <&3; } 2> /dev/null; then
   exec 3>&-
 fi
 wait "$cluster"
-if [ -n "${reader-}" ]; then kill "$reader"; fi
+if [ -n "${reader-}" ]; then kill "$reader" 2> /dev/null; fi
 rm -f "$STATE/unshare.pid"
 find /sys/fs/cgroup/*/colchis-test -depth -type d -exec rmdir {} \; 2> /dev/null
 exit 0

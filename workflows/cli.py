@@ -123,6 +123,38 @@ def run(
 
 
 @main.command()
+@click.option("--pool", default="main", show_default=True, help="Name of the pool.")
+@click.option("--engines", default=2, show_default=True, type=click.IntRange(1, 64), help="Engines in the pool.")
+@click.option("--engine", "kind", type=click.Choice(["embedded", "sglang"]), default="embedded", show_default=True)
+@click.option(
+    "--model", type=click.Path(path_type=Path, exists=True), help="Model folder, which SGLang wants at start."
+)
+@click.option("--detach", is_flag=True, help="Keep them in the background; end them with `colchis down`.")
+@example("colchis up --detach")
+def up(pool: str, engines: int, kind: str, model: Path | None, detach: bool) -> None:
+    """Keep a store and a pool of engines running, so that runs start at once."""
+    from colchis.workflows.home import Home
+    from colchis.workflows.services import detach_services, keep_services
+
+    home = Home.find()
+    if detach:
+        log = detach_services(home, sys.argv[1:])
+        click.echo(f"up; log: {log}")
+    else:
+        keep_services(home, pool, engines, kind, model=model, on_ready=lambda: click.echo("up; Ctrl-C ends it"))
+
+
+@main.command()
+@example("colchis down")
+def down() -> None:
+    """End the services that `colchis up --detach` keeps."""
+    from colchis.workflows.home import Home
+    from colchis.workflows.services import end_services
+
+    click.echo("down" if end_services(Home.find()) else "nothing was up")
+
+
+@main.command()
 @click.option("--to", "folder", type=click.Path(path_type=Path), help="Folder. [default: manifests/base/templates]")
 @click.option("--check", is_flag=True, help="Change nothing; fail when the files differ from their source.")
 @example("colchis render --check")

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from colchis.components.errors import BadConfig, PeerUnavailable
 from colchis.components.store import Store, StoreSettings
@@ -62,23 +63,29 @@ class Home:
             file.flush()
             yield
 
-    def running(self) -> dict[str, str] | None:
-        """Environment of the services that another process of this machine runs for this home, if any."""
+    def state(self) -> dict[str, Any] | None:
+        """Process, environment and kind of the services that a process of this machine runs for this home, if any."""
         try:
-            state = json.loads(self.services.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
-        try:
+            state: dict[str, Any] = json.loads(self.services.read_text(encoding="utf-8"))
             os.kill(state["pid"], 0)
-        except ProcessLookupError:
+        except (FileNotFoundError, ProcessLookupError):
             return None
-        environment: dict[str, str] = state["environment"]
-        return environment
+        return state
+
+    def running(self) -> dict[str, str] | None:
+        """Environment of the services that run now, for commands that look."""
+        state = self.state()
+        return state["environment"] if state else None
+
+    def kept(self) -> dict[str, str] | None:
+        """Environment of the services that `colchis up` keeps, for commands that run on them."""
+        state = self.state()
+        return state["environment"] if state and state["kept"] else None
 
     @contextmanager
-    def announced(self, environment: Mapping[str, str]) -> Iterator[None]:
-        """Let `colchis status|stop|report` of other terminals find the services while they run."""
-        write_state(self.services, {"pid": os.getpid(), "environment": dict(environment)})
+    def announced(self, environment: Mapping[str, str], *, kept: bool) -> Iterator[None]:
+        """Let commands in other terminals find the services while they run."""
+        write_state(self.services, {"pid": os.getpid(), "kept": kept, "environment": dict(environment)})
         try:
             yield
         finally:

@@ -19,7 +19,7 @@ from colchis.components.config import RunConfig, load, to_parameters
 from colchis.components.errors import BadConfig, BadData
 from colchis.components.records.run import StopWish
 from colchis.components.report import find_summary, known_run
-from colchis.components.store import Attempt, Lease, StageKey, Store, find_commit, keys, upload_input
+from colchis.components.store import Attempt, Lease, StageKey, Store, StoreSettings, find_commit, keys, upload_input
 from colchis.workflows.home import Home, start_store
 from colchis.workflows.local.calls import Event
 from colchis.workflows.local.interpreter import Interpreter, WorkflowResult
@@ -92,25 +92,44 @@ def workflow(run: LocalRun, config: RunConfig, name: str) -> dict[str, Any]:
 def run_locally(
     run: LocalRun, home: Home, *, on_event: Callable[[Event], None], on_store: Callable[[Store], None]
 ) -> WorkflowResult:
-    """Start the services, interpret the rendered manifests to the end of the run, stop the services."""
+    """Interpret the rendered manifests to the end of the run, on services that are kept up or on its own."""
     templates = read_templates(run.manifests)
-    with home.locked(f"colchis run {run.run}"), start_store(home) as store:
+    model = model_folder(run.config, run.source)
+    with services(home, f"colchis run {run.run}", run.pool, run.engines, run.kind, model=model) as (store, pool):
         config = pin_files(run.config, run.source, store)
         with held_run(store, run.run):
-            # The home's lock proves that no other run uses the pools of this home.
-            store.delete(keys.pool_lease(run.pool))
-            with start_pool(
-                run.pool,
-                replicas=run.engines,
-                kind=run.kind,
+            on_store(store)
+            return asyncio.run(_interpret(run, config, home, templates, store, pool, on_event))
+
+
+@contextmanager
+def services(
+    home: Home, purpose: str, pool_name: str, engines: int, kind: str, *, model: Path | None = None, keep: bool = False
+) -> Iterator[tuple[Store, Pool]]:
+    """Store and pool: those that `colchis up` keeps for this home, or new ones for as long as the block lasts.
+
+    `keep` announces them as kept: other commands may run on them.
+    """
+    kept = home.kept()
+    if kept is not None and not keep:
+        pool = Pool(pool_name, [], kept["COLCHIS_ENGINES"], kept["COLCHIS_AGENT_TOKEN"])
+        yield Store(StoreSettings.from_environment(kept)), pool
+        return
+    with home.locked(purpose), start_store(home) as store:
+        # The home's lock proves that no run uses the pools of this home.
+        store.delete(keys.pool_lease(pool_name))
+        with (
+            start_pool(
+                pool_name,
+                replicas=engines,
+                kind=kind,
                 folder=home.pools,
                 store_environment=store.settings.to_environment(),
-                model=model_folder(run.config, run.source),
-            ) as pool:
-                environment = {**store.settings.to_environment(), **pool_environment(pool)}
-                with home.announced(environment):
-                    on_store(store)
-                    return asyncio.run(_interpret(run, config, home, templates, store, pool, on_event))
+                model=model,
+            ) as pool,
+            home.announced({**store.settings.to_environment(), **pool_environment(pool)}, kept=keep),
+        ):
+            yield store, pool
 
 
 def run_secrets(store: Store, pool: Pool) -> dict[str, dict[str, str]]:

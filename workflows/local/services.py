@@ -107,12 +107,10 @@ class Pool:
 
     name: str
     engines: list[EngineProcess]
+    """Those that this process started."""
+    addresses: str
+    """The value of COLCHIS_ENGINES."""
     token: str
-
-    @property
-    def addresses(self) -> str:
-        """The value of COLCHIS_ENGINES."""
-        return ",".join(e.agent_url for e in self.engines)
 
 
 def engine_command(kind: str, *, port: int, model: Path | None) -> list[str]:
@@ -172,7 +170,7 @@ def start_pool(
         for e in engines:
             e.engine.wait_for(f"{e.engine_url}/ping", accept=(200, 503))
             e.agent.wait_for(f"{e.agent_url}/live")
-        yield Pool(name, engines, token)
+        yield Pool(name, engines, ",".join(e.agent_url for e in engines), token)
 
 
 def write_state(path: Path, state: Mapping[str, object]) -> None:

@@ -132,10 +132,25 @@ def test_a_death_is_noticed_although_a_child_holds_the_connection(tmp_path):
     assert gone(int((tmp_path / "pid").read_text()))
 
 
-def test_printed_verdicts_are_no_verdicts(capfd):
-    found, _ = outcomes(["print_score:"])
-    assert found == [(0.0, None)]
-    assert "score" not in capfd.readouterr().out, "a grader's print reached the stage's output"
+def test_printed_verdicts_are_no_verdicts(site):
+    """Neither for us nor for whoever reads the stage's standard output."""
+    code = (
+        "from tests.grader.test_faces import config, rows, said\n"
+        "from colchis.components.grader import grade\n"
+        "(v,) = grade(config(face='own', name='hostile', timeout_s=30.0), [said('print_score:')], rows('x'))\n"
+        "assert v.score == 0.0, v\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=_environment(site), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    assert '"score": 1.0' in done.stderr
+
+
+def _environment(site: Path) -> dict[str, str]:
+    root = Path(__file__).parents[2]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), str(root), str(root / "src")])}
 
 
 def test_graders_that_use_threads_and_alarms_work():
@@ -181,9 +196,7 @@ def test_no_process_survives_a_stage_that_is_killed(site, tmp_path):
         f"    grade(config(face='own', name='hostile', timeout_s=60.0), [said('children:{tmp_path / 'pids'}')], rows('x'))\n"
     )
     (tmp_path / "stage.py").write_text(code)
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), str(root), str(root / "src")])}
-    stage = subprocess.Popen([sys.executable, str(tmp_path / "stage.py")], env=environment)
+    stage = subprocess.Popen([sys.executable, str(tmp_path / "stage.py")], env=_environment(site))
     deadline = time.monotonic() + 60
     pids: list[str] = []
     while len(pids) < 3:

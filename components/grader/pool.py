@@ -12,10 +12,12 @@ import json
 import multiprocessing
 import os
 import signal
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -23,6 +25,8 @@ from colchis.components.errors import BadConfig, PeerUnavailable
 
 START_TIMEOUT_S = 120.0
 """Longest time for a process to import and construct its face; not counted as grading."""
+LONGEST_FOLDER_BYTES = 60
+"""Leaves room for the names of multiprocessing's folder and socket in the 108 bytes of a socket's address."""
 PRELOAD = ["__main__", "colchis.components.grader.worker"]
 
 
@@ -62,6 +66,7 @@ class Pool:
         self.target, self.argument, self.size, self.timeout_s = target, argument, size, timeout_s
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(preload))
+        _start_fork_server()
         self._workers: list[_Worker] = []
         self._died_idle = 0
 
@@ -162,6 +167,25 @@ class Pool:
             os.killpg(worker.process.pid, signal.SIGKILL)  # the worker leads a group of its own
         worker.process.kill()
         worker.process.join(5.0)
+
+
+def _start_fork_server() -> None:
+    """Start the process's fork server, whose socket lies in the temporary folder: a socket's path is bounded to about
+    100 bytes, so a long TMPDIR is passed over. BadConfig when no short folder can be written to."""
+    if len(os.fsencode(tempfile.gettempdir())) <= LONGEST_FOLDER_BYTES:
+        forkserver.ensure_running()
+        return
+    short = next((f for f in ("/tmp", "/var/tmp", "/dev/shm") if os.access(f, os.W_OK | os.X_OK)), None)
+    if short is None:
+        raise BadConfig(
+            f"the temporary folder's name is too long for a socket ({tempfile.gettempdir()})",
+            hint=f"set TMPDIR to a folder of at most {LONGEST_FOLDER_BYTES} bytes",
+        )
+    before, tempfile.tempdir = tempfile.tempdir, short
+    try:
+        forkserver.ensure_running()
+    finally:
+        tempfile.tempdir = before
 
 
 def _status(exitcode: int | None) -> str:

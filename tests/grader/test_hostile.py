@@ -148,6 +148,21 @@ def test_printed_verdicts_are_no_verdicts(site):
     assert '"score": 1.0' in done.stderr
 
 
+def test_a_long_temporary_folder_does_not_matter(site, tmp_path):
+    """A stage's scratch folder may lie deep; the fork server's socket cannot."""
+    folder = tmp_path / ("deep" * 20)
+    folder.mkdir()
+    code = (
+        "from tests.grader.test_faces import config, rows, said\n"
+        "from colchis.components.grader import grade\n"
+        "(v,) = grade(config(face='own', name='hostile', timeout_s=30.0), [said('number:int')], rows('x'))\n"
+        "assert v.score == 2.0, v\n"
+    )
+    environment = _environment(site) | {"TMPDIR": str(folder)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def _environment(site: Path) -> dict[str, str]:
     root = Path(__file__).parents[2]
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), str(root), str(root / "src")])}

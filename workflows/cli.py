@@ -279,15 +279,15 @@ def skip(run: str, iteration: int, reason: str) -> None:
 
 
 @main.command()
-@click.argument("folder", type=click.Path(path_type=Path, exists=True))
+@click.argument("path", type=click.Path(path_type=Path, exists=True))
 @example("colchis upload examples/arithmetic/base")
-def upload(folder: Path) -> None:
+def upload(path: Path) -> None:
     """Upload a model or data file to the store; prints `input:SHA256` for configurations that pods read."""
-    from colchis.components.store import upload_input
     from colchis.workflows.home import Home, open_store
+    from colchis.workflows.runs import upload as upload_path
 
     with open_store(Home.find()) as store:
-        click.echo(f"input:{upload_input(store, folder)}")
+        click.echo(f"input:{upload_path(store, path)}")
 
 
 @main.command()

@@ -6,8 +6,10 @@ import asyncio
 import getpass
 import os
 import re
+import shutil
 import signal
 import socket
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -64,8 +66,17 @@ def pin_files(config: RunConfig, source: Path, store: Store) -> RunConfig:
         path = (source.resolve().parent / value.removeprefix("file:")).resolve()
         if not path.exists():
             raise BadConfig(f"{section}.source: {path} does not exist", where=str(source))
-        document[section]["source"] = f"input:{upload_input(store, path)}"
+        document[section]["source"] = f"input:{upload(store, path)}"
     return RunConfig.model_validate(document)
+
+
+def upload(store: Store, path: Path) -> str:
+    """Digest of a folder, or of one file as a folder of its own, after uploading it."""
+    if path.is_dir():
+        return upload_input(store, path)
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copyfile(path, Path(folder) / path.name)
+        return upload_input(store, Path(folder))
 
 
 def model_folder(config: RunConfig, source: Path) -> Path | None:

@@ -22,11 +22,13 @@ def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weed]:
 
 
 @pytest.fixture
-def store_settings(weed: Weed) -> StoreSettings:
-    """A fresh bucket for one test."""
+def store_settings(weed: Weed) -> Iterator[StoreSettings]:
+    """A fresh bucket for one test, deleted with what is in it."""
     settings = replace(weed.settings, bucket=f"test-{uuid.uuid4().hex[:16]}")
-    Store(settings).requests.client.create_bucket(Bucket=settings.bucket)
-    return settings
+    client = Store(settings).requests.client
+    client.create_bucket(Bucket=settings.bucket)
+    yield settings
+    client.delete_bucket(Bucket=settings.bucket)
 
 
 @pytest.fixture

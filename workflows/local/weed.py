@@ -25,6 +25,8 @@ from colchis.components.store import Store, StoreSettings
 
 _PORTS = ("master", "master.grpc", "volume", "volume.grpc", "filer", "filer.grpc", "s3", "s3.grpc", "admin")
 _ADMIN_GRPC_OFFSET = 10_000
+LOCK_S = 3.0
+"""Longest wait for a data folder whose server was just killed."""
 """The worker inside `weed mini` finds the admin server at this distance and nowhere else."""
 
 
@@ -191,17 +193,24 @@ def _binary() -> Path:
 
 
 def _lock(folder: Path) -> int:
-    """Descriptor of the locked lock file. It is handed to weed, so the lock lasts as long as weed does."""
+    """Descriptor of the locked lock file. It is handed to weed, so the lock lasts as long as weed does: a moment longer
+    than its main thread when it is killed, hence the patience."""
     descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
-        os.close(descriptor)
-        raise BadConfig(
-            f"the object store in {folder} is in use by process {owner or 'unknown'}",
-            hint="stop that process, or choose another folder",
-        ) from None
+    end = time.monotonic() + LOCK_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() < end:
+                time.sleep(0.05)
+                continue
+            owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
+            os.close(descriptor)
+            raise BadConfig(
+                f"the object store in {folder} is in use by process {owner or 'unknown'}",
+                hint="stop that process, or choose another folder",
+            ) from None
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, str(os.getpid()).encode(), 0)
     return descriptor

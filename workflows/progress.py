@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from colchis.components.errors import Bug
 from colchis.components.records.iteration import Evaluation, Summary
 from colchis.components.report import Status, find_run, find_summary, render_report, status
 from colchis.components.store import Store
@@ -35,13 +37,25 @@ def follow(run: LocalRun, *, as_json: bool = False) -> int:
     board.close(result)
     if as_json:
         print(json.dumps(board.final.to_json() if board.final else {"phase": result.phase}))
-    return 0 if result.succeeded else exit_code(result)
+    return 0 if result.succeeded else exit_code(result, home.run_folder(run.run) / "workflows" / result.name)
 
 
-def exit_code(result: WorkflowResult) -> int:
-    """That of the stage that failed first, when one did."""
+def exit_code(result: WorkflowResult, logs: Path) -> int:
+    """What the failed stage said itself; else its process's code. A set of containers has only Argo's 64."""
+    said = last_error(logs)
+    if said is not None and said.exit_code:
+        return said.exit_code
     codes = [int(n["outputs"]["exitCode"]) for n in result.nodes.values() if (n.get("outputs") or {}).get("exitCode")]
-    return next((code for code in codes if code), 70)
+    return next((code for code in codes if code not in (0, 64)), Bug.exit_code)
+
+
+@dataclass(frozen=True)
+class LastError:
+    """The newest error line of a stage: what it said, its exit code when it knew one, and its log."""
+
+    text: str
+    exit_code: int | None
+    log: Path
 
 
 class Board:
@@ -106,7 +120,7 @@ class Board:
         said = last_error(logs)
         self.console.print(f"[red]{event.node}[/red] {event.phase}: {event.message}", soft_wrap=True)
         if said is not None:
-            self.console.print(f"  {escape(said[0])}\n  log: {said[1]}", soft_wrap=True)
+            self.console.print(f"  {escape(said.text)}\n  log: {said.log}", soft_wrap=True)
 
     def _show_closed(self) -> None:
         while self.store is not None and (summary := find_summary(self.store, self.run.run, self.next)) is not None:
@@ -138,18 +152,17 @@ class Board:
         self.console.print(f"report: {self.report}", soft_wrap=True)
 
 
-def last_error(folder: Path) -> tuple[str, Path] | None:
-    """The newest error line in the logs below `folder`, and its file."""
+def last_error(folder: Path) -> LastError | None:
+    """The newest error line in the logs of the pods below `folder`."""
     logs = [p for p in folder.glob("*/*stderr.log") if p.stat().st_size]
     for path in sorted(logs, key=lambda p: p.stat().st_mtime_ns, reverse=True):
-        for line in reversed(path.read_text(errors="replace").splitlines()):
-            try:
-                record = json.loads(line)
-            except ValueError:
-                return line, path
-            if isinstance(record, dict) and record.get("level") == "error":
-                return str(record["event"]), path
-            break
+        line = path.read_text(errors="replace").splitlines()[-1]
+        try:
+            record = json.loads(line)
+        except ValueError:
+            return LastError(line, None, path)
+        if isinstance(record, dict) and record.get("level") == "error":
+            return LastError(str(record["event"]), record.get("exit"), path)
     return None
 
 

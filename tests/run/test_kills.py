@@ -14,7 +14,9 @@ from colchis.components.errors import ColchisError
 from colchis.components.store import StageKey, Store, find_commit
 from tests.run.conftest import DEADLINE_S, Project, descendants, kill, settings_of
 
-ENGINE, AGENT, WEED = "colchis.components.engine", "colchis.components agent", "weed mini"
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+ENGINE, WEED = "colchis.components.engine", "weed mini"
 
 
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:

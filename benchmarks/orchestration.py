@@ -53,6 +53,8 @@ def interpreted(config: RunConfig, store: Store, pool: Pool, folder: Path) -> fl
         )
         arguments = {"run": "interpreted", "pool": pool.name, **to_parameters(config)}
         workflow: Mapping[str, Any] = {
+            "apiVersion": "argoproj.io/v1alpha1",
+            "kind": "Workflow",
             "metadata": {"name": "interpreted"},
             "spec": {
                 "workflowTemplateRef": {"name": "colchis-sync-cpu"},
@@ -89,7 +91,9 @@ def called(config: RunConfig, iterations: int) -> float:
         stage("batch", "--iteration", str(i))
         stage("train", "--iteration", str(i))
         reload(i + 1)
-    return (time.monotonic() - started) / iterations
+    seconds = time.monotonic() - started
+    stage("close", "--workflow", "called", "--status", "Succeeded")  # gives the pool to the next run
+    return seconds / iterations
 
 
 @click.command(help=__doc__)

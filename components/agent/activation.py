@@ -213,7 +213,8 @@ class Activation:
         canary, cached = None, None
         if previous is not None and (vocabulary := min(staged.vocabulary, previous.staged.vocabulary)) > 1:
             canary = random.choices(range(vocabulary), k=CANARY_TOKENS)
-            self._ask_canary(canary, deadline)
+            if self._ask_canary(canary, deadline) is None:
+                canary = None  # too busy to be asked: the flush is acknowledged, and that must do
             cached = self._ask_canary(canary, deadline)
         return Before(facts, checksums, canary, cached)
 

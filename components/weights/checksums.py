@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from colchis.components.errors import BadData
-from colchis.components.weights.architecture import EMBEDDING, FAMILIES, HEAD, fused, is_tied
-from colchis.components.weights.header import TensorSpan, read_header
+from colchis.components.weights.architecture import EMBEDDING, FAMILIES, GATE_UP, HEAD, fused, is_tied
+from colchis.components.weights.header import ITEM_BYTES, TensorSpan, read_header
 from colchis.components.weights.scan import chunks, in_parallel
 
 ENGINE_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 VOCABULARY_MULTIPLE = 64
 """SGLang pads the rows of embedding and head to a multiple of this, with zeros."""
+INNER_MULTIPLE = 32
+"""On a CPU SGLang pads the inner width of the MLP to a multiple of this: rows of gate and up, columns of down."""
 
 Checksums = dict[str, str]
 
@@ -34,9 +36,9 @@ class Prediction:
     dtype: str
     """The engine must run in this type (`float32`, ...); in another it holds other bytes."""
     checksums: Checksums
-    """Engine's tensor name -> 16 hexadecimal digits, with embedding and head as they are in the files."""
+    """Engine's tensor name -> 16 hexadecimal digits, without any padding."""
     padded: Checksums
-    """The same for the tensors whose rows an engine may pad: their hash with the padding."""
+    """The same for the tensors that an engine may pad: their hash with the padding."""
 
     def differences(self, found: Mapping[str, str]) -> list[str]:
         """Names of tensors that the engine lacks or that hash to something else, sorted. Further ones are its own."""
@@ -69,29 +71,62 @@ def predict(folder: Path) -> Prediction | None:
     if missing := sorted({part for parts in groups.values() for part in parts} - spans.keys()):
         raise BadData(f"tensor '{missing[0]}' is missing beside those that it is stacked with", where=str(folder))
     names = list(groups)
-    hashes = in_parallel(lambda name: _hash([spans[part] for part in groups[name]], _padding(name, spans)), names)
+    pieces = {name: [_Piece(*spans[part], *_padding(part, spans[part][1])) for part in groups[name]] for name in names}
+    padded = [name for name in names if any(piece.is_padded for piece in pieces[name])]
+    plain_hashes = in_parallel(lambda name: _hash([piece.plain() for piece in pieces[name]]), names)
     return Prediction(
         dtype=ENGINE_DTYPES[dtypes.pop()],
-        checksums={name: plain for name, (plain, _) in zip(names, hashes, strict=True)},
-        padded={name: padded for name, (plain, padded) in zip(names, hashes, strict=True) if padded != plain},
+        checksums=dict(zip(names, plain_hashes, strict=True)),
+        padded=dict(zip(padded, in_parallel(lambda name: _hash(pieces[name]), padded), strict=True)),
     )
 
 
-def _padding(name: str, spans: Mapping[str, tuple[Path, TensorSpan]]) -> int:
-    """Bytes of zeros that bring a vocabulary's rows to the next multiple of 64."""
-    if name not in (EMBEDDING, HEAD):
-        return 0
-    span = spans[name][1]
-    rows = span.shape[0]
-    return -rows % VOCABULARY_MULTIPLE * (span.bytes // rows) if rows else 0
+@dataclass(frozen=True)
+class _Piece:
+    """A tensor of the checkpoint as a part of a tensor of the engine."""
+
+    path: Path
+    span: TensorSpan
+    rows: int = 0
+    """Rows of zeros behind it."""
+    columns: int = 0
+    """Zeros behind each of its rows."""
+
+    @property
+    def is_padded(self) -> bool:
+        return bool(self.rows or self.columns)
+
+    def plain(self) -> _Piece:
+        return _Piece(self.path, self.span)
 
 
-def _hash(parts: list[tuple[Path, TensorSpan]], padding_bytes: int) -> tuple[str, str]:
-    """(hash of the bytes of all parts, the same with zeros behind), 16 hexadecimal digits each."""
+def _padding(name: str, span: TensorSpan) -> tuple[int, int]:
+    """(rows, columns) of zeros that SGLang adds to a tensor."""
+    if not span.bytes:
+        return 0, 0
+    if name in (EMBEDDING, HEAD):
+        return -span.shape[0] % VOCABULARY_MULTIPLE, 0
+    if any(f".mlp.{member}." in name for member in GATE_UP):
+        return -span.shape[0] % INNER_MULTIPLE, 0
+    if name.endswith(".mlp.down_proj.weight"):
+        return 0, -span.shape[1] % INNER_MULTIPLE
+    return 0, 0
+
+
+def _hash(pieces: list[_Piece]) -> str:
+    """Of the bytes of all pieces, one behind the other: 16 hexadecimal digits."""
     digest = hashlib.sha256()
-    for path, span in parts:
-        for piece in chunks(path, span.start, span.bytes):
-            digest.update(piece)
-    plain = digest.hexdigest()[:16]
-    digest.update(bytes(padding_bytes))
-    return plain, digest.hexdigest()[:16]
+    for piece in pieces:
+        span = piece.span
+        row_bytes = span.bytes // span.shape[0] if span.bytes else 0
+        if piece.columns:
+            zeros = bytes(piece.columns * ITEM_BYTES[span.dtype])
+            for row in range(span.shape[0]):
+                for part in chunks(piece.path, span.start + row * row_bytes, row_bytes):
+                    digest.update(part)
+                digest.update(zeros)
+        else:
+            for part in chunks(piece.path, span.start, span.bytes):
+                digest.update(part)
+        digest.update(bytes(piece.rows * row_bytes))
+    return digest.hexdigest()[:16]

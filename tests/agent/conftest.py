@@ -122,7 +122,7 @@ class Versions:
 
     def __init__(self, store: Store, folder: Path, run: str = RUN) -> None:
         self.run = run
-        self.config = config_of(intermediate_size=64)  # SGLang on a CPU pads what is no multiple of 64
+        self.config = config_of()
         self.folders = [write_model(folder / f"v{n}", self.config, seed=min(n, 1)) for n in range(3)]
         self.model = upload_input(store, self.folders[0])
         for version, path in enumerate(self.folders):

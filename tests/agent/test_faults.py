@@ -8,7 +8,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -148,16 +150,32 @@ def test_a_restarted_agent_believes_the_engines_own_tensors(
     assert (status.version, status.ready) == (None, False)
 
 
-def test_agent_killed_while_it_fetches(store: Store, versions: Versions, agent: AgentProcess) -> None:
-    """Catches a half-filled folder that is taken for a version."""
-    agent.kill()
-    half = agent.staging / "versions" / RUN / "v00000001.filling"
-    half.mkdir(parents=True)
-    (half / "model.safetensors").write_bytes(b"half")
-    agent.start()
-    assert not half.exists()
-    assert agent.status().prepared == {}
-    assert not agent.prepare(1).repeated
+def test_agent_killed_while_it_fetches(
+    versions: Versions, engine: EngineProcess, store_settings: StoreSettings, tmp_path: Path
+) -> None:
+    """kill -9 between two objects of a fetch: catches a half-filled folder that is taken for a version."""
+    endpoint = urlsplit(store_settings.endpoint)
+    assert endpoint.hostname
+    assert endpoint.port
+    gate = Gate((endpoint.hostname, endpoint.port))
+    gate.hold(b"weights/model.safetensors")
+    gated = replace(store_settings, endpoint=f"http://127.0.0.1:{gate.port}")
+    agent = AgentProcess(tmp_path / "gated", engine.url, gated)
+    try:
+        in_background(lambda: agent.prepare(1))
+        assert gate.held.wait(DEADLINE_S)
+        half = agent.staged(1).with_name("v00000001.filling")
+        assert half.is_dir()
+        agent.kill()
+        gate.close()
+        agent.store = store_settings
+        agent.start()
+        assert not half.exists()
+        assert agent.status().prepared == {}
+        assert not agent.prepare(1).repeated
+        assert agent.status().prepared == {agent.run: [1]}
+    finally:
+        agent.child.stop()
 
 
 def test_agent_killed_while_the_engine_is_paused(

@@ -44,7 +44,7 @@ class BoundaryRecord(Record):
     started_at: str = Field(default_factory=now)
     seconds: float = Field(ge=0)
     proof: dict[str, Any] = Field(default_factory=dict)
-    """The numbers; which ones depends on the boundary (docs/reload.md)."""
+    """The numbers; which ones depends on the boundary (docs/architecture.md)."""
 
     def headline(self) -> dict[str, Any]:
         """The scalars of the proof, short enough for a log line; what the record itself says is left out."""

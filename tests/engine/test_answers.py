@@ -73,6 +73,7 @@ def test_stop_ids_eos_and_min_new_tokens(engine: EngineProcess) -> None:
         },
     )
     assert min(len(answer["output_ids"]) for answer in later) >= shortest + 10
+    assert all(EOS not in answer["output_ids"][:-1] for answer in later)
 
 
 def test_stop_strings_end_and_trim_the_text(engine: EngineProcess) -> None:

@@ -108,6 +108,10 @@ def test_directories_that_are_no_model_are_refused(
     expect_refusal(engine, folder, "vocab_size")
     (folder / "config.json").write_text("{")
     expect_refusal(engine, folder, "not readable JSON")
+    (folder / "config.json").write_text(json.dumps(config))
+    index = {"weight_map": {NORM: "model.safetensors", EMBED: "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    expect_refusal(engine, folder, "model-2.safetensors, which is not there")
 
 
 def test_a_checkpoint_without_config_takes_the_served_one(engine: EngineProcess, broken: Callable[..., Path]) -> None:

@@ -13,13 +13,13 @@ from colchis.components.store.payload import Payload
 from colchis.components.store.store import Store
 
 WRITERS = 16
-ROUNDS = 3
+ROUNDS = 2
 
 
 def probe(store: Store) -> None:
     """None when the store keeps what it must; BadConfig with its name and the failed check otherwise.
 
-    About 150 small requests under `probes/<uuid>/`, removed afterwards.
+    About 100 small requests under `probes/<uuid>/`, removed afterwards.
     """
     prefix = f"probes/{uuid.uuid4()}/"
     for check in (_reads_back, _refuses_second_create, _one_creator, _refuses_stale_swap, _one_swapper):

@@ -25,9 +25,9 @@ from colchis.components.store import Store, StoreSettings
 
 _PORTS = ("master", "master.grpc", "volume", "volume.grpc", "filer", "filer.grpc", "s3", "s3.grpc", "admin")
 _ADMIN_GRPC_OFFSET = 10_000
+"""The worker inside `weed mini` finds the admin server at this distance and nowhere else."""
 LOCK_S = 3.0
 """Longest wait for a data folder whose server was just killed."""
-"""The worker inside `weed mini` finds the admin server at this distance and nowhere else."""
 
 
 class Weed:

@@ -198,13 +198,14 @@ class _Handler(BaseHTTPRequestHandler):
         """Silent: `seen` is the log."""
 
 
-Promise = Literal["create", "create-race", "swap", "overwrite"]
+Promise = Literal["create", "create-race", "swap", "swap-race", "overwrite"]
 
 
 class UnfitStore:
     """A small S3 (one bucket, no signatures) that keeps all its promises but `broken`.
 
-    `create`: If-None-Match is ignored. `create-race`: checked, but not atomically. `swap`: If-Match is ignored.
+    `create`: If-None-Match is ignored. `create-race`: checked, but not atomically. `swap`, `swap-race`: the
+    same of If-Match.
     `overwrite`: a read may return what was there before. None: a fit store.
     """
 
@@ -238,12 +239,14 @@ class _UnfitHandler(BaseHTTPRequestHandler):
 
     def do_PUT(self) -> None:
         body, key, store = self.rfile.read(int(self.headers.get("Content-Length") or 0)), self.path, self.owner
+        condition = "If-None-Match" if store.broken == "create-race" else "If-Match"
+        racy = store.broken in ("create-race", "swap-race") and self.headers.get(condition) is not None
         with store.lock:
             found = store.objects.get(key)
-        if store.broken == "create-race":
+        if racy:
             time.sleep(0.02)
         with store.lock:
-            found = found if store.broken == "create-race" else store.objects.get(key)
+            found = found if racy else store.objects.get(key)
             if self.headers.get("If-None-Match") and found is not None and store.broken != "create":
                 return self._send(412, _error("PreconditionFailed"))
             wanted = self.headers.get("If-Match")

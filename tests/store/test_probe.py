@@ -26,8 +26,9 @@ def test_a_store_that_keeps_its_promises_is_fit(store_settings: StoreSettings) -
     ("broken", "check"),
     [
         ("create", "create of an existing key"),
-        ("create-race", "16 concurrent creates of one key"),
+        ("create-race", "16 concurrent creates of one key.*exactly one winner"),
         ("swap", "stale ETag"),
+        ("swap-race", "16 concurrent swaps on one ETag.*exactly one winner"),
         ("overwrite", "read after write"),
     ],
 )

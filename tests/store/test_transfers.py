@@ -178,6 +178,16 @@ def test_an_upload_that_the_store_forgot_is_made_again(
     assert transfers.uploads(store.requests, "") == []
 
 
+def test_a_completion_whose_reply_was_lost_is_not_made_again(
+    faulty: Store, store: Store, proxy: FaultProxy, large: Path
+) -> None:
+    """Some stores forget an upload once it is complete: what the object holds tells that it was ours."""
+    proxy.add(Fault("POST", "uploadId=", "swallow"))
+    proxy.add(Fault("POST", "uploadId=", "status", status=404, code="NoSuchUpload"))
+    store.verify(faulty.upload("key", large))
+    assert proxy.count("POST", r"\?uploads") == 1
+
+
 def test_an_upload_that_fails_aborts_itself(
     store_settings: StoreSettings, store: Store, proxy: FaultProxy, large: Path
 ) -> None:

@@ -24,24 +24,33 @@ def reason_to_stop(config: RunConfig, summary: Summary | None) -> str | None:
     return None
 
 
+def stopped(stage: Stage, iteration: int) -> bool:
+    """Whether the run stops before `iteration`: by a wish, or by what the last closed iteration found.
+
+    The last closed one need not be `iteration - 1`: a window goes on with its later iterations after a stop.
+    """
+    wish = stage.store.find(keys.run_stop(stage.run))
+    if wish is not None:
+        StopWish.model_validate_json(wish.data)
+        return True
+    serving = stage.serving()
+    closed = serving.version if serving else 0
+    return reason_to_stop(stage.config, stage.summary(min(iteration, closed) - 1)) is not None
+
+
 def admit(stage: Stage, iteration: int) -> Admission | None:
     """The admission of `iteration`, made by whoever asks first; None when the run is to stop before it."""
     found = stage.admission(iteration)
     if found is not None:
         return found
+    if stopped(stage, iteration):
+        return None
     config = stage.config
-    previous = stage.summary(iteration - 1) if iteration > 0 else None
-    if iteration > 0 and previous is None:
+    if iteration > 0 and stage.summary(iteration - 1) is None:
         raise BadData(
             f"iteration {iteration} cannot start: iteration {iteration - 1} is not closed",
             where=keys.summary(stage.run, iteration - 1),
         )
-    stop = stage.store.find(keys.run_stop(stage.run))
-    if stop is not None:
-        StopWish.model_validate_json(stop.data)
-        return None
-    if reason_to_stop(config, previous) is not None:
-        return None
     cursor = Cursor()
     if iteration > 0:
         cursor = Cursor.model_validate(stage.read(iteration - 1, "train").outputs["cursor"])

@@ -45,7 +45,7 @@ def window(config: RunConfig, *, start: int | None, open_iteration: int, stop: s
     """The part of the run that this Workflow does. A window that is closed already has count 0."""
     total, size = config.loop.iterations, config.loop.window
     begin = open_iteration if start is None else start
-    if begin > open_iteration:
+    if begin > open_iteration and not stop:  # the successor of a window that stopped early has nothing to do
         raise BadData(
             f"this window starts at iteration {begin}, but the run stands at {open_iteration}",
             hint="resume the earlier window (argo retry), or submit again without 'start'",

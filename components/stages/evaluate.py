@@ -17,6 +17,7 @@ from colchis.components.records import verdicts as verdict_records
 from colchis.components.records.iteration import Evaluation
 from colchis.components.records.trajectories import Trajectory
 from colchis.components.rollout import Engines, PromptGroup, Sampling, rollout_groups
+from colchis.components.stages.admit import stopped
 from colchis.components.stages.context import Progress, Stage, Stopwatch, scratch, stage_command
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,9 @@ def command(stage: Stage, version: str) -> None:
     if version != "serving" and not version.isdigit():
         raise BadConfig(f"--version {version!r}: expected a number or 'serving'")
     number = serving.version if version == "serving" else int(version)
+    if number > serving.version and stopped(stage, number):
+        event(logger, "the run stopped before this version", run=stage.run, version=number)
+        return
     if stage.find(number, "evaluate") is None:
         evaluate(stage, number)
 

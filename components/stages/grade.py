@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 def command(stage: Stage, iteration: int, shard: int, shards: int) -> None:
     """Score the trajectories of an iteration: verdicts or reasons, never a silent zero."""
     admission = stage.admission(iteration)
-    if admission is None:
+    if admission is None or stage.find(iteration, "batch") is not None:  # stopped, or skipped: nothing to score
         return
     for planned in range(shard, admission.grade_shards, shards):
         if stage.find(iteration, "grade", planned) is None:

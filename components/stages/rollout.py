@@ -37,6 +37,9 @@ def command(stage: Stage, iteration: int, shard: int, shards: int) -> None:
     if admission is None:
         event(logger, "no further iteration", run=stage.run, iteration=iteration)
         return
+    if stage.find(iteration, "batch") is not None:
+        event(logger, "the batch is decided: nothing to generate", run=stage.run, iteration=iteration)
+        return
     for planned in range(shard, admission.shards, shards):
         if stage.find(iteration, "rollout", planned) is None:
             generate_shard(stage, admission, planned)

@@ -1,0 +1,75 @@
+"""What a person does to a run: starts it twice, stops it, skips an iteration that cannot be saved."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from colchis.components.store import StageKey, Store, read_commit
+from colchis.workflows.local.weed import Weed
+from tests.run.conftest import DEADLINE_S, Project
+from tests.run.test_kills import has_commit, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+ROLLOUT, BATCH = StageKey("r", 1, "rollout", 0), StageKey("r", 1, "batch")
+
+
+def test_second_runner_is_refused_and_a_wish_to_stop_is_obeyed(finished: Project, project: Project) -> None:
+    """Fault: two runners at one run; a stop that cuts an iteration short, or that no continuation can undo."""
+    runner = project.start("--set", "loop.iterations=100")
+    wait_until(has_commit(project, StageKey("r", 0, "rollout", 0)), runner)
+    second = project.run()
+    assert second.returncode == 78, second.stdout + second.stderr
+    assert f"process {runner.pid} (colchis run r)" in second.stderr
+    stop = project.colchis("stop", "r", "--reason", "enough")
+    assert stop.returncode == 0, stop.stderr
+    out = runner.communicate(timeout=DEADLINE_S)[0]
+    assert runner.returncode == 0, out
+    status = project.status()
+    closed = len(status["summaries"])
+    assert 1 <= closed < 100
+    assert status["serving"]["version"] == closed
+    again = project.run("--set", f"loop.iterations={max(closed + 1, 2)}")
+    assert again.returncode == 0, again.stdout
+    assert len(project.digests()) == max(closed + 1, 2)
+    assert project.digests()[:2] == finished.digests()[:2]
+
+
+def test_refused_iteration_can_be_skipped(project: Project) -> None:
+    """Fault: one lost object that ends a run for ever, or a skip that leaves no record."""
+    graded = ("--set", "grader.placement=step")
+    runner = project.start(*graded)
+    wait_until(has_commit(project, ROLLOUT), runner)
+    os.kill(runner.pid, signal.SIGKILL)
+    runner.communicate(timeout=30)
+    with Weed(project.home / "store") as weed:
+        store = Store(weed.settings)
+        assert store.find(BATCH.commit) is None, "killed too late to make the case"
+        lost = next(p.key for p in read_commit(store, ROLLOUT).payload if p.name.startswith("trajectories-"))
+        store.delete(lost)
+    refused = project.run(*graded)
+    assert refused.returncode == 65, refused.stdout
+    assert lost in refused.stdout
+    skip = project.colchis("skip", "r", "--iteration", "1", "--reason", "its trajectories are lost")
+    assert skip.returncode == 0, skip.stderr
+    again = project.run(*graded)
+    assert again.returncode == 0, again.stdout
+    first, second = project.status()["summaries"]
+    assert second["weights_digest"] == first["weights_digest"]
+    with Weed(project.home / "store") as weed:
+        outputs = read_commit(Store(weed.settings), BATCH).outputs
+    assert (outputs["decision"], outputs["reason"]) == ("skipped", "its trajectories are lost")
+
+
+def test_reached_target_ends_the_window_early(finished: Project, project: Project) -> None:
+    """Fault: the rest of the window, evaluations included, that fails because its iterations never started."""
+    target = ("--set", "loop.iterations=4", "--set", "evaluation.every=1")
+    done = project.run(*target, "--set", "loop.target_reward=0")
+    assert done.returncode == 0, done.stdout
+    assert len(project.digests()) == 1
+    again = project.run("--set", "loop.iterations=2")
+    assert again.returncode == 0, again.stdout
+    assert project.digests() == finished.digests()[:2]

@@ -92,6 +92,11 @@ ENVIRONMENT = [
 RUN_ARGS = ["--run", "{{workflow.parameters.run}}", "--pool", "{{workflow.parameters.pool}}"]
 
 
+def _labels(stage: str) -> dict[str, str]:
+    """Labels of a pod: network policies (manifests/base/network-policies.yaml) know stages by them."""
+    return {"colchis.dev/stage": stage}
+
+
 def _outputs(
     names: Mapping[str, str], artifacts: Sequence[S3Artifact]
 ) -> tuple[list[str], list[Parameter | S3Artifact]]:
@@ -128,6 +133,7 @@ def stage(
         image_pull_policy="IfNotPresent",
         command=["python", "-m", "colchis.components", name],
         args=[*RUN_ARGS, *args, *out_args],
+        labels=_labels(name),
         inputs=[Parameter(name=parameter) for parameter in inputs],
         outputs=declared,
         env=ENVIRONMENT,
@@ -156,6 +162,7 @@ def reload_set(shape: Shape, *, deadline_s: int = 3600) -> ContainerSet:
     out_args, declared = _outputs({"version": "none"}, ())
     with ContainerSet(
         name="reload",
+        labels=_labels("reload"),
         inputs=[Parameter(name="version")],
         outputs=declared,
         active_deadline_seconds=deadline_s,
@@ -209,6 +216,7 @@ def successor(template: str) -> Resource:
     """Creates the Workflow of the next window. Its fixed name makes a second try a no-op."""
     return Resource(
         name="successor",
+        labels=_labels("successor"),
         action="apply",
         manifest=SUCCESSOR % template,
         inputs=[Parameter(name="next")],

@@ -64,10 +64,13 @@ check: setup ## format, lint, types, import rules, rendered files
 render: setup ## write manifests/ from workflows/*.py
 	$(BIN)/colchis render
 
+PINNED = $(UV) pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+  --override requirements/overrides.txt --no-emit-package pycosat --custom-compile-command "make requirements"
 requirements: | $(UV) ## pin the requirements again, with hashes
-	$(UV) pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
-	  --override requirements/overrides.txt --no-emit-package pycosat --custom-compile-command "make requirements" \
-	  --all-extras --group dev pyproject.toml -o requirements/dev.txt
+	$(PINNED) --all-extras --group dev pyproject.toml -o requirements/dev.txt
+	$(PINNED) -c requirements/dev.txt --extra agent --extra environments pyproject.toml -o images/stage/requirements.txt
+	$(PINNED) -c requirements/dev.txt --extra trainer pyproject.toml -o images/trainer/requirements.txt
+	$(PINNED) -c requirements/dev.txt --extra engine pyproject.toml -o images/engine-embedded/requirements.txt
 
 clean: ## remove the environment and the local home (.colchis)
 	rm -rf $(VENV) .colchis

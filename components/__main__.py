@@ -15,6 +15,7 @@ from types import FrameType
 
 import click
 
+import colchis
 from colchis.components import logs
 from colchis.components.errors import ColchisError
 
@@ -51,6 +52,7 @@ class _Stages(click.Group):
 
 
 @click.command(cls=_Stages, context_settings={"help_option_names": ["-h", "--help"]}, help=__doc__)
+@click.version_option(colchis.__version__, message=f"colchis %(version)s, commit {colchis.__commit__}")
 def cli() -> None:
     """The group itself has nothing to do."""
 

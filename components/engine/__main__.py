@@ -13,6 +13,7 @@ import click
 import torch
 import uvicorn
 
+import colchis
 from colchis.components.engine.server import build_app
 from colchis.components.engine.service import Engine
 from colchis.components.engine.settings import EngineSettings
@@ -83,6 +84,7 @@ def serve(settings: EngineSettings) -> None:
 
 
 @click.command(epilog=EXAMPLE)
+@click.version_option(colchis.__version__, message=f"colchis engine %(version)s, commit {colchis.__commit__}")
 @click.option("--host", default="127.0.0.1", show_default=True)
 @click.option("--port", type=click.IntRange(1, 65535), required=True)
 @click.option("--model-path", type=click.Path(path_type=Path), help="Model directory (config.json, *.safetensors).")

@@ -1,16 +1,16 @@
 """Tokens per second of the embedded engine against transformers' `generate` in a static batch, in one run.
 
 The engine is a real process asked over HTTP and returns log-probs; `generate` runs in this process on equal prompts,
-without log-probs and without HTTP. Both use one thread and sample at temperature 1. Rounds alternate between the two
-and the best of each counts, so that a busy machine disturbs both alike.
+without log-probs and without HTTP. Both use one thread and sample at temperature 1. Requests come from a process of their
+own (closed_loop.py), as they would from another pod: `client` is how much of one core it used. Rounds alternate between
+the two sides and the best of each counts, so that a busy machine disturbs both alike.
 
-    OMP_NUM_THREADS=1 nice -n 10 python benchmarks/engine_throughput.py --json engine_throughput.json
+    OMP_NUM_THREADS=1 python benchmarks/engine_throughput.py --json engine_throughput.json
 """
 
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import os
 import socket
@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,13 +29,15 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 PROMPT_TOKENS = 12
-CONCURRENT = (1, 16, 64)
+TURNS = {1: 64, 16: 8, 64: 8}
+"""How often each of so many requests at once is sent, one after the other: the turns that a rate is taken over."""
 START_DEADLINE_S = 120.0
+CLOSED_LOOP = Path(__file__).with_name("closed_loop.py")
 
 
 @dataclass(frozen=True)
 class Result:
-    """Tokens per second of one case. `form`: one request with n samples, or as many requests at once."""
+    """Tokens per second of one case. `form`: one request with all prompts, or as many requests at once as prompts."""
 
     mode: str
     form: str
@@ -44,28 +45,48 @@ class Result:
     new_tokens: int
     engine: float
     generate: float
+    client: float
+    """CPU seconds of the load generator per second, in the engine's best round."""
 
     @property
     def ratio(self) -> float:
         return self.engine / self.generate
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What one order to the load generator took."""
+
+    seconds: float
+    cpu_s: float
+    tokens: int
+
+
 class Client:
-    """Keeps one connection per thread open."""
+    """The load generator's process."""
 
-    def __init__(self, port: int, threads: int) -> None:
-        self.port = port
-        self.pool = ThreadPoolExecutor(threads)
-        self.connections: dict[int, http.client.HTTPConnection] = {}
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(CLOSED_LOOP)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
-    def post(self, slot: int, body: dict[str, Any]) -> Any:
-        connection = self.connections.setdefault(slot, http.client.HTTPConnection("127.0.0.1", self.port, timeout=120))
-        connection.request("POST", "/generate", json.dumps(body))
-        reply = connection.getresponse()
-        content = json.loads(reply.read())
-        if reply.status != 200:
-            raise RuntimeError(f"/generate answered {reply.status}: {content}")
-        return content
+    def ask(self, port: int, bodies: list[dict[str, Any]], repeats: int) -> Measured:
+        """All bodies at once, each `repeats` times one after the other."""
+        assert self.process.stdin
+        assert self.process.stdout
+        self.process.stdin.write(json.dumps({"port": port, "bodies": bodies, "repeats": repeats}) + "\n")
+        self.process.stdin.flush()
+        reply = json.loads(self.process.stdout.readline() or "{}")
+        if not reply:
+            raise RuntimeError("the load generator ended, see its error above")
+        tokens = 0
+        for answer in reply["answers"]:
+            tokens += sum(len(item["output_ids"]) for item in (answer if isinstance(answer, list) else [answer]))
+        return Measured(reply["seconds"], reply["cpu_s"], tokens)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
 
 
 def make_model(folder: Path, layers: int, hidden: int) -> Qwen2ForCausalLM:
@@ -109,36 +130,29 @@ def prompt(number: int) -> list[int]:
     return [2 + (7 * number + place) % 97 for place in range(PROMPT_TOKENS)]
 
 
-def seconds(work: Callable[[], int], expected_tokens: int) -> float:
-    started = time.perf_counter()
-    tokens = work()
-    elapsed = time.perf_counter() - started
-    if tokens != expected_tokens:
-        raise RuntimeError(f"{tokens} tokens came back, expected {expected_tokens}")
-    return elapsed
-
-
 def compare(
-    model: Qwen2ForCausalLM, client: Client, mode: str, form: str, concurrent: int, new_tokens: int, rounds: int
+    model: Qwen2ForCausalLM,
+    client: Client,
+    port: int,
+    mode: str,
+    form: str,
+    concurrent: int,
+    new_tokens: int,
+    rounds: int,
 ) -> Result:
     """The best round of each side. Eight samples share a prompt, as in a group."""
     prompts = [prompt(number // 8) for number in range(concurrent)]
-    params = {"max_new_tokens": new_tokens, "ignore_eos": True}
-    repeats = max(1, 64 // concurrent) if form == "requests" else 1
+    rest = {"sampling_params": {"max_new_tokens": new_tokens, "ignore_eos": True}, "return_logprob": True}
+    bodies = [{"input_ids": prompts, **rest}] if form == "batch" else [{"input_ids": p, **rest} for p in prompts]
+    repeats = TURNS[concurrent] if form == "requests" else 1
 
-    def by_requests() -> int:
-        def one(slot: int) -> int:
-            body = {"input_ids": prompts[slot], "sampling_params": params, "return_logprob": True}
-            return sum(len(client.post(slot, body)["output_ids"]) for _ in range(repeats))
+    def by_engine() -> Measured:
+        measured = client.ask(port, bodies, repeats)
+        return Measured(measured.seconds / repeats, measured.cpu_s / repeats, measured.tokens // repeats)
 
-        return sum(client.pool.map(one, range(concurrent)))
-
-    def by_batch() -> int:
-        answers = client.post(0, {"input_ids": prompts, "sampling_params": params, "return_logprob": True})
-        return sum(len(answer["output_ids"]) for answer in answers)
-
-    def by_generate() -> int:
+    def by_generate() -> Measured:
         ids = torch.tensor(prompts)
+        started = time.perf_counter()
         output = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -148,18 +162,27 @@ def compare(
             top_k=0,
             pad_token_id=0,
         )
-        return int((output.shape[1] - PROMPT_TOKENS) * output.shape[0])
+        return Measured(time.perf_counter() - started, 0.0, int((output.shape[1] - PROMPT_TOKENS) * output.shape[0]))
 
-    engine_side = by_batch if form == "batch" else by_requests
-    tokens = concurrent * new_tokens
-    engine_s, generate_s = [], []
+    best: dict[Callable[[], Measured], Measured] = {}
     for round_number in range(rounds + 1):
-        engine = seconds(engine_side, tokens * repeats) / repeats
-        generate = seconds(by_generate, tokens)
-        if round_number:
-            engine_s.append(engine)
-            generate_s.append(generate)
-    return Result(mode, form, concurrent, new_tokens, tokens / min(engine_s), tokens / min(generate_s))
+        for side in (by_engine, by_generate):
+            measured = side()
+            if measured.tokens != concurrent * new_tokens:
+                raise RuntimeError(f"{measured.tokens} tokens came back, expected {concurrent * new_tokens}")
+            if round_number and (side not in best or measured.seconds < best[side].seconds):
+                best[side] = measured
+    engine, generate = best[by_engine], best[by_generate]
+    tokens = concurrent * new_tokens
+    return Result(
+        mode,
+        form,
+        concurrent,
+        new_tokens,
+        tokens / engine.seconds,
+        tokens / generate.seconds,
+        engine.cpu_s / engine.seconds,
+    )
 
 
 def main() -> None:
@@ -167,30 +190,37 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--hidden", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--mode", nargs="+", default=["plain", "deterministic"], help="which of these to measure")
+    parser.add_argument("--form", nargs="+", default=["batch", "requests"])
+    parser.add_argument("--new-tokens", nargs="+", type=int, default=[5, 64])
     parser.add_argument("--json", type=Path, help="write the results there, too")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     results: list[Result] = []
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         model = make_model(Path(folder), arguments.layers, arguments.hidden)
-        print(f"{'mode':14} {'form':9} {'concurrent':>10} {'new':>4} {'engine tok/s':>13} {'generate':>9} {'ratio':>6}")
-        for mode in ("plain", "deterministic"):
+        print(
+            f"{'mode':14} {'form':9} {'concurrent':>10} {'new':>4} {'engine tok/s':>13} {'generate':>9} {'ratio':>6} "
+            f"{'client':>7}"
+        )
+        client = Client()
+        for mode in arguments.mode:
             process, port = start_engine(Path(folder), deterministic=mode == "deterministic")
-            client = Client(port, max(CONCURRENT))
             try:
-                for form in ("batch", "requests"):
-                    for new_tokens in (5, 64):
-                        for concurrent in CONCURRENT:
-                            result = compare(model, client, mode, form, concurrent, new_tokens, arguments.rounds)
+                for form in arguments.form:
+                    for new_tokens in arguments.new_tokens:
+                        for concurrent in TURNS:
+                            result = compare(model, client, port, mode, form, concurrent, new_tokens, arguments.rounds)
                             results.append(result)
                             print(
                                 f"{mode:14} {form:9} {concurrent:10} {new_tokens:4} {result.engine:13.0f} "
-                                f"{result.generate:9.0f} {result.ratio:6.2f}",
+                                f"{result.generate:9.0f} {result.ratio:6.2f} {result.client:7.2f}",
                                 flush=True,
                             )
             finally:
                 process.terminate()
                 process.wait(20)
+        client.close()
     if arguments.json is not None:
         rows = [{**asdict(result), "ratio": result.ratio} for result in results]
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")

@@ -64,6 +64,7 @@ def serve(settings: EngineSettings) -> None:
         port=settings.port,
         log_level="warning",
         access_log=False,
+        proxy_headers=False,
         timeout_graceful_shutdown=5,
         # Longer than any client keeps an idle connection: the side that closes first must be the client, or a request
         # meets a closing connection between two iterations.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -61,6 +62,8 @@ class Engine:
 
     def __init__(self, settings: EngineSettings, on_crash: Callable[[], None]) -> None:
         self.settings = settings
+        self.start_id = secrets.token_hex(8)
+        """Tells this process from the one before it on the same port, whatever label both were started with."""
         self.counters = Counters()
         self.text = Text()
         self.serving: Serving | None = None

@@ -26,7 +26,9 @@ def launch_command(
     python = environment.find()
     if python is None:
         raise BadConfig(
-            "the environment of SGLang has not been built", where=str(environment.folder()), hint="run `make sglang`"
+            "the environment of SGLang has not been built",
+            where=str(environment.folder()),
+            hint="run `make test-sglang`",
         )
     return [
         *(str(python), "-P", str(LAUNCHER), "--host", "127.0.0.1", "--port", str(port)),

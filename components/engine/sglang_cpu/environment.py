@@ -1,6 +1,6 @@
 """The Python environment of SGLang on a CPU: apart from ours, because the two disagree about torchvision and triton.
 
-`make sglang` runs this file as a script. Everything is pinned with hashes in `requirements/sglang.txt`, and SGLang itself
+`make test-sglang` runs this file as a script. Everything is pinned with hashes in `requirements/sglang.txt`, and SGLang itself
 in `requirements/sglang-server.txt`, installed without the CUDA kernels that it would bring. The finished environment
 (5.9 GB, most of it hard links into uv's cache) is named by what went into it, so a change of a pin builds a new one.
 """

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from colchis.components.batch import build_batch
 from colchis.components.config import RunConfig, load, to_parameters
 from colchis.components.errors import BadConfig, BadData
 from colchis.components.records.run import StopWish
@@ -222,24 +221,20 @@ def stop(store: Store, run: str, reason: str) -> None:
 
 
 def skip(store: Store, run: str, iteration: int, reason: str) -> None:
-    """Commit an iteration as empty, on the record, after a refusal that will not go away."""
-    record = known_run(store, run)
+    """Commit that an iteration trains nothing, after a refusal that will not go away. What it has committed stays."""
+    known_run(store, run)
     if find_summary(store, run, iteration) is not None:
         raise BadData(f"iteration {iteration} of run '{run}' is closed; only the open iteration can be skipped")
     if iteration > 0 and find_summary(store, run, iteration - 1) is None:
         raise BadData(f"iteration {iteration} of run '{run}' is not the open one: {iteration - 1} is not closed either")
-    for stage in ("batch", "train"):
-        commit = find_commit(store, StageKey(run, iteration, stage))
-        if commit is not None:
-            raise BadData(
-                f"iteration {iteration} of run '{run}' has a {stage} commit already",
-                where=commit.key,
-                hint="continue the run: what is committed is not the trouble",
-            )
-    empty = build_batch(record.config, run=run, iteration=iteration, trajectories=[], verdicts=[])
-    attempt = Attempt(store, StageKey(run, iteration, "batch"))
-    attempt.put("denominators.json", empty.denominators.to_bytes())
-    attempt.commit(outputs={"decision": "skipped", "reason": reason, "by": getpass.getuser(), "seconds": 0.0})
+    train = find_commit(store, StageKey(run, iteration, "train"))
+    if train is not None:
+        raise BadData(
+            f"iteration {iteration} of run '{run}' has made v{train.outputs['version']} already",
+            where=train.key,
+            hint="continue the run: what is left is to load it into the engines",
+        )
+    Attempt(store, StageKey(run, iteration, "skip")).commit(outputs={"reason": reason, "by": getpass.getuser()})
 
 
 def load_run(path: Path, assignments: tuple[str, ...]) -> RunConfig:

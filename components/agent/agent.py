@@ -12,12 +12,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from colchis.components.agent.activation import Activation, ActivationFailed, Served
 from colchis.components.agent.engine import Engine, EngineFacts
 from colchis.components.agent.pause import PauseLease
-from colchis.components.agent.staging import Staging
+from colchis.components.agent.staging import Staged, Staging
 from colchis.components.errors import BadConfig, BadData, ColchisError, PeerUnavailable, Temporary
 from colchis.components.logs import event
 from colchis.components.records.run import Serving
@@ -46,6 +44,7 @@ NOT_READY_FRESH_S = 0.1
 """The same for a look that did not: somebody waits for the change."""
 STORE_DEADLINE_S = 3.0
 UNDO_S = 2.0
+REFILL_DEADLINE_S = 120.0
 PATIENCE_S = 30.0
 """For the first answer of an engine that is to be activated or probed: a busy machine is no dead engine."""
 
@@ -95,9 +94,11 @@ class Agent:
         self._record = self.staging.folder / "served.json"
         self._engine_lock = threading.Lock()
         self._activating = threading.Event()
-        self._stopping = threading.Event()
+        self.stopping = threading.Event()
         self._served: Served | None = None
         self._previous: Served | None = None
+        self._lost: Staged | None = None
+        """What a restart took from the engine; None once something else was asked for."""
         self._failure: str | None = None
         self._view_lock = threading.Lock()
         self._view: tuple[float, View] | None = None
@@ -151,36 +152,71 @@ class Agent:
         """Boundaries 4 and 5. The engine continues on every path; on a failure it is not ready, and says why."""
         deadline = Deadline(request.deadline_s)
         with self._one_activation(deadline), self.staging.locked(request.run, request.version, deadline):
-            staged = self.staging.require(request.run, request.version)
-            previous = self._served_by(self.engine.facts(min(PATIENCE_S, deadline.left_s())))
-            if previous is not None and previous.staged == staged and self._failure is None:
-                return previous.proof.model_copy(update={"repeated": True})
-            if not self.staging.unchanged(staged):
-                self.staging.reread(staged)
-            activation = Activation(
-                self.engine,
-                self.staging,
-                self.lease,
-                live_path=f"{self.settings.engine_staging or self.staging.folder}/{self.staging.live.name}",
-                check_in=self._check_in,
-            )
-            self._forget()
+            self._lost = None
+            return self._activate(request, deadline)
+
+    def refill(self) -> Activated | None:
+        """Give a restarted engine back what it served, if its run still declares just that; None: nothing to do.
+
+        It is an activation like any other, of the copy that is staged: same locks, same proofs. Raises as `activate`.
+        """
+        reachable = self.view().state is not EngineState.UNREACHABLE  # the look is what notices a restart
+        lost = self._lost
+        if lost is None or not reachable:
+            return None
+        manifest, deadline = lost.manifest, Deadline(REFILL_DEADLINE_S)
+        found = self._quick_store.find(keys.serving(manifest.run))
+        declared = None if found is None else Serving.from_bytes(found.data, keys.serving(manifest.run))
+        if declared is None or (declared.version, declared.weights_digest) != (
+            manifest.version,
+            manifest.weights_digest,
+        ):
+            return None  # a reload is to bring another version, or nobody says what is served
+        request = Activate(run=manifest.run, version=manifest.version, kind=manifest.kind, deadline_s=REFILL_DEADLINE_S)
+        with self._one_activation(deadline), self.staging.locked(request.run, request.version, deadline):
+            if self._lost is not lost:
+                return None  # a reload came first
+            event(log, "the restarted engine is filled", run=request.run, version=request.version)
             try:
-                served = activation.run(staged, request, previous, deadline)
-            except ActivationFailed as failure:
-                self._failure = str(failure.error)
-                self._remember(failure.kept)
-                event(log, "activation failed", version=request.version, reason=self._failure)
-                raise failure.error from failure
-            except ColchisError:
-                self._remember(previous)  # refused before the engine was touched
+                proof = self._activate(request, deadline)
+            except (BadData, BadConfig):
+                self._lost = None  # another try would end alike: the next reload brings what is right
                 raise
-            self._failure = None
-            if previous is not None and previous.staged.place != staged.place:
-                self._previous = previous
-            self._remember(served)
-            event(log, "activated", run=request.run, version=request.version, pause_s=round(served.proof.pause_s, 4))
-            return served.proof
+            self._lost = None
+            return proof
+
+    def _activate(self, request: Activate, deadline: Deadline) -> Activated:
+        """Under the lock of the engine and that of the version."""
+        staged = self.staging.require(request.run, request.version)
+        previous = self._served_by(self.engine.facts(min(PATIENCE_S, deadline.left_s())))
+        if previous is not None and previous.staged == staged and self._failure is None:
+            return previous.proof.model_copy(update={"repeated": True})
+        if not self.staging.unchanged(staged):
+            self.staging.reread(staged)
+        activation = Activation(
+            self.engine,
+            self.staging,
+            self.lease,
+            live_path=f"{self.settings.engine_staging or self.staging.folder}/{self.staging.live.name}",
+            check_in=self._check_in,
+        )
+        self._forget()
+        try:
+            served = activation.run(staged, request, previous, deadline)
+        except ActivationFailed as failure:
+            self._failure = str(failure.error)
+            self._remember(failure.kept)
+            event(log, "activation failed", version=request.version, reason=self._failure)
+            raise failure.error from failure
+        except ColchisError:
+            self._remember(previous)  # refused before the engine was touched
+            raise
+        self._failure = None
+        if previous is not None and previous.staged.place != staged.place:
+            self._previous = previous
+        self._remember(served)
+        event(log, "activated", run=request.run, version=request.version, pause_s=round(served.proof.pause_s, 4))
+        return served.proof
 
     def probe(self, request: Probe) -> Probed:
         """Log-probabilities of given tokens from the engine itself, ready or not."""
@@ -239,7 +275,7 @@ class Agent:
 
         The lease stays open until that activation ends it, so the watchdog undoes what it may still do.
         """
-        self._stopping.set()
+        self.stopping.set()
         if self.lease.is_open():
             try:
                 self.engine.resume(UNDO_S)
@@ -278,6 +314,8 @@ class Agent:
         served = self._served
         if served is not None and (facts.start != served.start or facts.label != str(served.staged.manifest.version)):
             event(log, "the engine lost its version", label=facts.label, version=served.staged.manifest.version)
+            if facts.start != served.start:  # under a foreign label somebody else drives the engine
+                self._lost = served.staged
             self._forget()
             self._failure = None
         return self._served
@@ -293,9 +331,9 @@ class Agent:
         if found is None:
             return None
         try:
-            declared = Serving.model_validate_json(found.data).version
-        except ValidationError as error:
-            return f"{keys.serving(manifest.run)} is not a serving record: {error.errors()[0]['msg']}"
+            declared = Serving.from_bytes(found.data, keys.serving(manifest.run)).version
+        except BadData as error:
+            return str(error)
         if declared != manifest.version:
             return f"serves v{manifest.version}, run '{manifest.run}' declares v{declared}"
         return None
@@ -306,10 +344,13 @@ class Agent:
             record = json.loads(self._record.read_bytes())
             proof = Activated.model_validate(record["proof"])
             run, version = str(record["run"]), proof.version
-            if record["start"] != facts.start or facts.label != str(version):
-                raise BadData(f"the engine is not the one that v{version} was activated in")
             with self.staging.locked(run, version, Deadline(0)):
                 staged = self.staging.require(run, version)
+            if record["start"] != facts.start:
+                self._lost = staged
+                raise BadData(f"the engine was restarted since v{version} was activated in it")
+            if facts.label != str(version):
+                raise BadData(f"the engine calls itself '{facts.label}', not v{version}")
             if self.engine.checksums(STORE_DEADLINE_S).whole != proof.engine_checksum:
                 raise BadData(f"the engine's tensors are not those of v{version} any more")
         except (ColchisError, OSError, ValueError, KeyError) as error:
@@ -336,7 +377,7 @@ class Agent:
         self._record.unlink(missing_ok=True)
 
     def _check_in(self) -> None:
-        if self._stopping.is_set():
+        if self.stopping.is_set():
             raise Temporary("the agent is terminating; the activation was given up", hint="activate again")
 
     @contextmanager

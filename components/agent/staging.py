@@ -290,8 +290,8 @@ def _version_of(folder: Path) -> int | None:
 
 def _manifest_in(folder: Path) -> WeightsManifest | None:
     try:
-        return WeightsManifest.model_validate_json((folder / "manifest.json").read_bytes())
-    except (OSError, ValueError):
+        return WeightsManifest.from_bytes((path := folder / "manifest.json").read_bytes(), str(path))
+    except (OSError, BadData):
         return None  # not here, or not whole: it is fetched again
 
 

@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from colchis.components.errors import BadData
 from colchis.components.records import tables
-from colchis.components.records.run import Record
+from colchis.components.store import Record
 
 RECORD = "batch/1"
 
@@ -171,16 +171,6 @@ class Denominators(Record):
     lag_tokens: dict[str, int] = Field(default_factory=dict)
     """Version lag -> trained tokens."""
 
-    @classmethod
-    def from_bytes(cls, data: bytes, *, source: str = "denominators.json") -> Denominators:
-        """Inverse of `to_bytes`. BadData names the field."""
-        try:
-            return cls.model_validate_json(data)
-        except ValidationError as e:
-            first = e.errors(include_url=False)[0]
-            field = ".".join(str(part) for part in first["loc"]) or "document"
-            raise BadData(f"{field}: {first['msg']}", where=source) from None
-
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -245,7 +235,7 @@ SCHEMA = pa.schema(
 def read_batch(denominators: bytes, parquet: bytes | None, *, source: str = "batch") -> Batch:
     """Inverse of `Denominators.to_bytes` and `Batch.to_parquet`; `parquet` is None for an empty batch.
     BadData names the sample, and refuses the two files of different iterations."""
-    d = Denominators.from_bytes(denominators, source=f"{source}: denominators.json")
+    d = Denominators.from_bytes(denominators, f"{source}: denominators.json")
     if parquet is None:
         if d.decision == "trainable":
             raise BadData("the batch is trainable but batch.parquet was not given", where=source)

@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from colchis.components.records.run import Record, now
+from colchis.components.records.run import now
+from colchis.components.store import Record
 
 
 class Boundary(IntEnum):
@@ -59,3 +60,11 @@ class BoundaryRecord(Record):
             elif isinstance(value, bool | int):
                 line[name] = value
         return line
+
+
+class Passage(Record):
+    """`weights/vN/reloads/<id>/BOUNDARY.json`: one boundary, passed by all engines."""
+
+    format: Literal[1] = 1
+    reload: str
+    records: list[BoundaryRecord]

@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from colchis.components.records.run import Record, now
+from colchis.components.records.run import now
+from colchis.components.store import Record
 
 
 class Cursor(Record):
@@ -50,7 +51,7 @@ class Summary(Record):
     weights_digest: str
     decision: Literal["trainable", "empty", "skipped"]
     reason: str | None = None
-    """Why the batch was empty or skipped."""
+    """Why the batch was empty, or the iteration skipped."""
     consecutive_empty: int = 0
     reward_mean: float | None = None
     groups: dict[str, int] = Field(default_factory=dict)

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from colchis.components.config import RunConfig
-
-
-class Record(BaseModel):
-    """Base of the JSON records: immutable, unknown fields refused, canonical bytes."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    def to_bytes(self) -> bytes:
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, indent=1).encode()
+from colchis.components.store import Record
 
 
 def now() -> str:
@@ -54,6 +45,16 @@ class Serving(Record):
     weights_digest: str
     engines: list[str]
     updated_at: str = Field(default_factory=now)
+
+
+class Outcome(Record):
+    """`runs/R/outcomes/WORKFLOW.json`: how a Workflow ended."""
+
+    format: Literal[1] = 1
+    workflow: str
+    status: str
+    """Argo's phase: Succeeded, Failed, Error."""
+    at: str = Field(default_factory=now)
 
 
 class StopWish(Record):

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from colchis.components.records.run import Record
+from colchis.components.store import Record
 from colchis.components.store.payload import Payload
 
 

@@ -13,13 +13,13 @@ from colchis.components.store import StageKey, Store, find_commit, keys
 
 def find_run(store: Store, run: str) -> RunRecord | None:
     """The run's record as last changed, or None when it never began."""
-    found = store.find(keys.run_record(run))
+    found = store.find(key := keys.run_record(run))
     if found is None:
         return None
-    record = RunRecord.model_validate_json(found.data)
+    record = RunRecord.from_bytes(found.data, key)
     number = 1
-    while (change := store.find(keys.run_change(run, number))) is not None:
-        record = RunRecord.model_validate_json(change.data)
+    while (change := store.find(key := keys.run_change(run, number))) is not None:
+        record = RunRecord.from_bytes(change.data, key)
         number += 1
     return record
 
@@ -49,24 +49,35 @@ class Status:
 def status(store: Store, run: str, last: int | None = None) -> Status:
     """Read a run's records; `last` limits the summaries to the newest ones."""
     record = known_run(store, run)
-    found = store.find(keys.serving(run))
-    serving = Serving.model_validate_json(found.data) if found else None
+    serving = find_serving(store, run)
     version = serving.version if serving else 0
     first = 0 if last is None else max(0, version - last)
     summaries = [s for i in range(first, version) if (s := find_summary(store, run, i)) is not None]
-    wish = store.find(keys.run_stop(run))
     return Status(
         record=record,
         serving=serving,
         summaries=summaries,
         evaluations=find_evaluations(store, record, version),
-        stop=StopWish.model_validate_json(wish.data) if wish else None,
+        stop=find_stop(store, run),
     )
 
 
 def find_summary(store: Store, run: str, iteration: int) -> Summary | None:
-    found = store.find(keys.summary(run, iteration))
-    return Summary.model_validate_json(found.data) if found else None
+    """None while the iteration is open."""
+    found = store.find(key := keys.summary(run, iteration))
+    return Summary.from_bytes(found.data, key) if found else None
+
+
+def find_serving(store: Store, run: str) -> Serving | None:
+    """None before the first fill of the engines."""
+    found = store.find(key := keys.serving(run))
+    return Serving.from_bytes(found.data, key) if found else None
+
+
+def find_stop(store: Store, run: str) -> StopWish | None:
+    """None while nobody wishes the run to stop."""
+    found = store.find(key := keys.run_stop(run))
+    return StopWish.from_bytes(found.data, key) if found else None
 
 
 def find_evaluations(store: Store, record: RunRecord, version: int) -> list[Evaluation]:

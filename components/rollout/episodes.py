@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import TypeVar
 
 from colchis.components.environments import Episode, ModelTurn, Tokenizer
@@ -21,9 +22,13 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+_idle: list[SimpleQueue[Callable[[], None]]] = []
+"""Threads that wait for their next call; each takes calls from a queue of its own."""
+
+
 async def in_thread(call: Callable[[], T], timeout_s: float) -> T:
-    """Run a call that may block, in a thread that cannot keep the process from ending. TimeoutError past `timeout_s`:
-    the thread is left behind, its result ignored."""
+    """Run a call that may block, in a thread that cannot keep the process from ending (an executor's would). Threads
+    are used again. TimeoutError past `timeout_s`: the thread is left behind with its call, its result ignored."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -47,9 +52,20 @@ async def in_thread(call: Callable[[], T], timeout_s: float) -> T:
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, error)
 
-    threading.Thread(target=run, name="environment", daemon=True).start()
+    try:
+        calls = _idle.pop()
+    except IndexError:
+        calls = SimpleQueue()
+        threading.Thread(target=_serve, args=(calls,), name="environment", daemon=True).start()
+    calls.put(run)
     async with asyncio.timeout(timeout_s):
         return await done
+
+
+def _serve(calls: SimpleQueue[Callable[[], None]]) -> None:
+    while True:
+        calls.get()()
+        _idle.append(calls)
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ from colchis.components.config import RunConfig
 from colchis.components.environments import select
 from colchis.components.errors import BadData
 from colchis.components.records.iteration import Admission, Cursor, Summary
-from colchis.components.records.run import StopWish
+from colchis.components.report import find_stop
 from colchis.components.stages.context import Stage
 from colchis.components.store import keys
 
@@ -29,13 +29,16 @@ def stopped(stage: Stage, iteration: int) -> bool:
 
     The last closed one need not be `iteration - 1`: a window goes on with its later iterations after a stop.
     """
-    wish = stage.store.find(keys.run_stop(stage.run))
-    if wish is not None:
-        StopWish.model_validate_json(wish.data)
+    if find_stop(stage.store, stage.run) is not None:
         return True
     serving = stage.serving()
     closed = serving.version if serving else 0
     return reason_to_stop(stage.config, stage.summary(min(iteration, closed) - 1)) is not None
+
+
+def decided(stage: Stage, iteration: int) -> bool:
+    """Whether trajectories and verdicts can change nothing any more: the batch is committed, or the iteration skipped."""
+    return any(stage.find(iteration, name) is not None for name in ("batch", "skip"))
 
 
 def admit(stage: Stage, iteration: int) -> Admission | None:

@@ -16,8 +16,8 @@ from colchis.components.errors import BadConfig, BadData
 from colchis.components.logs import event
 from colchis.components.records import rows as row_records
 from colchis.components.records.rows import Rows
-from colchis.components.records.run import RunRecord, StopWish
-from colchis.components.report import find_run
+from colchis.components.records.run import RunRecord
+from colchis.components.report import find_run, find_stop
 from colchis.components.stages.admit import reason_to_stop
 from colchis.components.stages.context import Stage, scratch, stage_command
 from colchis.components.store import Lease, download_input, keys, probe, read_input, upload_input
@@ -80,7 +80,8 @@ def command(stage: Stage, template: str, start: str, sections: tuple[str, ...]) 
     Lease(stage.store, keys.pool_lease(stage.pool), holder=f"run {stage.run}", lease_s=600).acquire()
 
     open_iteration = _open_iteration(stage)
-    stop = _stop_wish(stage) or reason_to_stop(record.config, stage.summary(open_iteration - 1))
+    wish = find_stop(stage.store, stage.run)
+    stop = wish.reason if wish else reason_to_stop(record.config, stage.summary(open_iteration - 1))
     w = window(record.config, start=_start(start), open_iteration=open_iteration, stop=stop)
     last_version = open_iteration + w.count
     final = not w.more and stage.find(last_version, "evaluate") is None
@@ -233,8 +234,3 @@ def _open_iteration(stage: Stage) -> int:
     if serving is None or serving.version == 0:
         return 0
     return serving.version if stage.summary(serving.version - 1) is not None else serving.version - 1
-
-
-def _stop_wish(stage: Stage) -> str | None:
-    found = stage.store.find(keys.run_stop(stage.run))
-    return StopWish.model_validate_json(found.data).reason if found else None

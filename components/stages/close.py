@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 
 import click
 
 from colchis.components.logs import event
-from colchis.components.records.run import now
+from colchis.components.records.run import Outcome
 from colchis.components.report import find_run, render_report
 from colchis.components.stages.context import Stage, stage_command
 from colchis.components.store import Lease, keys
@@ -21,8 +20,7 @@ logger = logging.getLogger(__name__)
 @click.option("--status", required=True, help="Its status.")
 def command(stage: Stage, workflow: str, status: str) -> None:
     """Release the pool, record the outcome, and write the report."""
-    outcome = {"workflow": workflow, "status": status, "at": now()}
-    stage.store.put(keys.run_outcome(stage.run, workflow), json.dumps(outcome, indent=1).encode())
+    stage.store.put(keys.run_outcome(stage.run, workflow), Outcome(workflow=workflow, status=status).to_bytes())
     Lease(stage.store, keys.pool_lease(stage.pool), holder=f"run {stage.run}", lease_s=600).release()
     if find_run(stage.store, stage.run) is None:
         event(logger, "the run never began", run=stage.run, status=status)

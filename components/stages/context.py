@@ -22,7 +22,7 @@ from colchis.components.records import rows as row_records
 from colchis.components.records.iteration import Admission, Summary
 from colchis.components.records.rows import Rows
 from colchis.components.records.run import RunRecord, Serving
-from colchis.components.report import find_run
+from colchis.components.report import find_run, find_serving, find_summary
 from colchis.components.store import (
     Attempt,
     Commit,
@@ -92,19 +92,17 @@ class Stage:
         return row_records.from_parquet(self.store.read(input_file(manifest, "rows.parquet")))
 
     def serving(self) -> Serving | None:
-        found = self.store.find(keys.serving(self.run))
-        return Serving.model_validate_json(found.data) if found else None
+        return find_serving(self.store, self.run)
 
     def summary(self, iteration: int) -> Summary | None:
         """None while the iteration is open; so also for the one before the first."""
         if iteration < 0:
             return None
-        found = self.store.find(keys.summary(self.run, iteration))
-        return Summary.model_validate_json(found.data) if found else None
+        return find_summary(self.store, self.run, iteration)
 
     def admission(self, iteration: int) -> Admission | None:
-        found = self.store.find(keys.admission(self.run, iteration))
-        return Admission.model_validate_json(found.data) if found else None
+        found = self.store.find(key := keys.admission(self.run, iteration))
+        return Admission.from_bytes(found.data, key) if found else None
 
     def admitted(self, iteration: int) -> Admission:
         """As `admission`, for stages that run only after it."""

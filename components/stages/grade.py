@@ -10,6 +10,7 @@ from colchis.components.grader import grade
 from colchis.components.logs import event
 from colchis.components.records import verdicts as verdict_records
 from colchis.components.records.iteration import Admission
+from colchis.components.stages.admit import decided
 from colchis.components.stages.collect import trajectories_of
 from colchis.components.stages.context import Progress, Stage, Stopwatch, stage_command
 
@@ -23,7 +24,8 @@ logger = logging.getLogger(__name__)
 def command(stage: Stage, iteration: int, shard: int, shards: int) -> None:
     """Score the trajectories of an iteration: verdicts or reasons, never a silent zero."""
     admission = stage.admission(iteration)
-    if admission is None or stage.find(iteration, "batch") is not None:  # stopped, or skipped: nothing to score
+    if admission is None or decided(stage, iteration):
+        event(logger, "nothing to score", run=stage.run, iteration=iteration)
         return
     for planned in range(shard, admission.grade_shards, shards):
         if stage.find(iteration, "grade", planned) is None:

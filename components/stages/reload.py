@@ -7,7 +7,6 @@ One command per boundary, in the order in which they can be observed: `store` (1
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import tempfile
@@ -19,8 +18,9 @@ import click
 
 from colchis.components.errors import BadData
 from colchis.components.logs import event
-from colchis.components.records.boundary import BoundaryRecord
+from colchis.components.records.boundary import BoundaryRecord, Passage
 from colchis.components.records.run import Serving
+from colchis.components.records.weights import WeightsManifest
 from colchis.components.stages.context import Stage, outputs_of, stage_command
 from colchis.components.stages.summarise import summarise
 from colchis.components.stages.train import MANIFEST
@@ -28,7 +28,6 @@ from colchis.components.store import Commit, Payload, keys
 from colchis.components.weights import (
     Agents,
     activate_all,
-    parse,
     prepare_all,
     probe_all,
     publish,
@@ -82,20 +81,20 @@ async def _pass(stage: Stage, version: int, boundary: str, trained: Commit | Non
     for record in records:
         fields = {"engine": record.engine, "version": version, "seconds": round(record.seconds, 4)}
         event(logger, f"boundary {record.boundary} {record.name}", **{**record.headline(), **fields})
-    document = {"reload": reload_id, "records": [r.model_dump(mode="json") for r in records]}
-    stage.store.put(_record_key(stage, version, reload_id, boundary), json.dumps(document, indent=1).encode())
+    passage = Passage(reload=reload_id, records=list(records))
+    stage.store.put(keys.reload_record(stage.run, version, reload_id, boundary), passage.to_bytes())
 
 
 def _publish(stage: Stage, version: int, trained: Commit) -> None:
     """runs/R/weights/vN/manifest.json as a copy of what the train commit decided; re-created when missing."""
     entry = trained.payload_named(MANIFEST)
-    manifest = parse(stage.store.read(entry), entry.key)
+    manifest = WeightsManifest.from_bytes(stage.store.read(entry), entry.key)
     if manifest.version != version or manifest.weights_digest != trained.outputs["weights_digest"]:
         raise BadData(
             f"boundary 1 (store): the train commit decided v{version} with digest {trained.outputs['weights_digest']}, "
             f"its manifest says v{manifest.version} with {manifest.weights_digest}",
             where=trained.key,
-            hint="the objects changed after the commit; restore them, or skip the iteration",
+            hint="the objects changed after the commit; restore them: a version that is committed is never made again",
         )
     publish(stage.store, manifest)
 
@@ -112,19 +111,15 @@ def _reload_id(*, first: bool) -> str:
     return reload_id
 
 
-def _record_key(stage: Stage, version: int, reload_id: str, boundary: str) -> str:
-    return keys.reload_record(stage.run, version, reload_id, boundary)
-
-
 def _close(stage: Stage, version: int, trained: Commit | None, reload_id: str) -> None:
     """All engines agree: move serving.json, and close the iteration that made the version."""
     records: list[BoundaryRecord] = []
     payload: list[Payload] = []
     for boundary in ("store", "transfer", "buffer", "load", "cache"):
-        key = _record_key(stage, version, reload_id, boundary)
+        key = keys.reload_record(stage.run, version, reload_id, boundary)
         body = stage.store.get(key).data
         payload.append(Payload.of(f"{boundary}.json", key, body))
-        records += [BoundaryRecord.model_validate(r) for r in json.loads(body)["records"]]
+        records += Passage.from_bytes(body, key).records
     _declare(stage, version, records)
     if trained is None:
         return
@@ -163,7 +158,7 @@ def _declare(stage: Stage, version: int, records: list[BoundaryRecord]) -> None:
             if stage.store.create(key, serving.to_bytes()):
                 return
             continue
-        current = Serving.model_validate_json(found.data)
+        current = Serving.from_bytes(found.data, key)
         if current.version > version:
             raise BadData(
                 f"serving.json declares v{current.version}, newer than v{version} of this reload",

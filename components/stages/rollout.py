@@ -17,7 +17,7 @@ from colchis.components.records import verdicts as verdict_records
 from colchis.components.records.iteration import Admission
 from colchis.components.records.trajectories import Trajectory
 from colchis.components.rollout import Engines, PromptGroup, rollout_groups
-from colchis.components.stages.admit import admit
+from colchis.components.stages.admit import admit, decided
 from colchis.components.stages.context import Progress, Stage, Stopwatch, scratch, stage_command
 from colchis.components.store import Attempt, StageKey
 
@@ -37,8 +37,8 @@ def command(stage: Stage, iteration: int, shard: int, shards: int) -> None:
     if admission is None:
         event(logger, "no further iteration", run=stage.run, iteration=iteration)
         return
-    if stage.find(iteration, "batch") is not None:
-        event(logger, "the batch is decided: nothing to generate", run=stage.run, iteration=iteration)
+    if decided(stage, iteration):
+        event(logger, "nothing to generate", run=stage.run, iteration=iteration)
         return
     for planned in range(shard, admission.shards, shards):
         if stage.find(iteration, "rollout", planned) is None:

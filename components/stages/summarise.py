@@ -17,6 +17,9 @@ def summarise(stage: Stage, iteration: int) -> Summary:
     batch, train, reload = outputs_of(batch_commit), outputs_of(train_commit), outputs_of(reload_commit)
     rolled, graded = [outputs_of(c) for c in rollouts], [outputs_of(c) for c in grades]
     previous = stage.summary(iteration - 1) if iteration > 0 else None
+    skip = stage.find(iteration, "skip")
+    if skip is not None and skip.key in train_commit.inputs:
+        batch |= {"decision": "skipped", "reason": outputs_of(skip)["reason"]}
     empty = batch["decision"] == "empty"
     return Summary(
         run=stage.run,

@@ -9,6 +9,7 @@ import click
 
 from colchis.components.logs import event
 from colchis.components.records.batch import Batch, read_batch
+from colchis.components.stages.batch import empty_batch
 from colchis.components.stages.context import Stage, Stopwatch, scratch, stage_command
 from colchis.components.store import Commit, read_input
 from colchis.components.weights.manifest import build
@@ -29,15 +30,16 @@ def command(stage: Stage, iteration: int) -> None:
 
 
 def train(stage: Stage, iteration: int) -> None:
-    """One iteration of training. An empty batch makes no step, and the same weights under the next version."""
+    """One iteration of training. An empty batch makes no step, and the same weights under the next version; so does an
+    iteration that was skipped because this stage refused its batch."""
     from colchis.components.trainer import train_iteration  # torch, which no other stage pays for
 
     watch, i = Stopwatch(), iteration
-    admission, batch_commit = stage.admitted(i), stage.read(i, "batch")
+    admission, batch_commit, skip = stage.admitted(i), stage.read(i, "batch"), stage.find(i, "skip")
     before = stage.read(i - 1, "train") if i > 0 else None
     with scratch() as folder:
         reference = stage.config.algorithm.kl_coefficient > 0
-        batch = _batch(stage, batch_commit)
+        batch = _batch(stage, batch_commit) if skip is None else empty_batch(stage, i)
         model = _model_folder(stage, i, folder / "model")
         state = _state_folder(stage, before, folder / "state") if before else None
         loaded_s = watch.seconds
@@ -85,7 +87,7 @@ def train(stage: Stage, iteration: int) -> None:
                     "upload": round(watch.seconds - trained_s, 4),
                 },
             },
-            inputs={c.key: c.digest for c in (batch_commit, before) if c},
+            inputs={c.key: c.digest for c in (batch_commit, skip, before) if c},
         )
     headline = {name: round(result.metrics[name], 6) for name in ("loss", "grad_norm") if name in result.metrics}
     event(logger, "version committed", version=i + 1, kind=result.kind, attempt=commit.attempt, **headline)

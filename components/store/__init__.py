@@ -7,6 +7,7 @@ from colchis.components.store.keys import StageKey
 from colchis.components.store.lease import Lease
 from colchis.components.store.payload import Checksums, Payload
 from colchis.components.store.probe import probe
+from colchis.components.store.record import Record
 from colchis.components.store.settings import StoreSettings
 from colchis.components.store.store import Store, Stored
 from colchis.components.store.transfers import Transfer
@@ -18,6 +19,7 @@ __all__ = [
     "InputManifest",
     "Lease",
     "Payload",
+    "Record",
     "StageKey",
     "Store",
     "StoreSettings",

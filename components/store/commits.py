@@ -17,13 +17,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, PrivateAttr, ValidationError
+from pydantic import AfterValidator, Field, JsonValue, PrivateAttr, ValidationError
 
 import colchis
 from colchis.components.errors import BadData, Bug
 from colchis.components.store import keys
 from colchis.components.store.keys import StageKey
 from colchis.components.store.payload import Payload
+from colchis.components.store.record import Record
 from colchis.components.store.store import Store
 
 
@@ -39,10 +40,8 @@ def _finite(outputs: dict[str, JsonValue]) -> dict[str, JsonValue]:
     return outputs
 
 
-class Commit(BaseModel):
+class Commit(Record):
     """What one stage (or one shard of it) has decided. Immutable: there is one per StageKey, for ever."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     format: Literal[1] = 1
     run: str
@@ -85,24 +84,10 @@ class Commit(BaseModel):
             where=self.key,
         )
 
-    def body(self) -> bytes:
-        """Canonical JSON: sorted keys, UTF-8, one trailing newline."""
-        document = self.model_dump(mode="json")
-        return (json.dumps(document, sort_keys=True, ensure_ascii=False, allow_nan=False, indent=1) + "\n").encode()
-
     @classmethod
     def parse(cls, body: bytes, stage: StageKey) -> Commit:
-        """The commit in `body`, which must be that of `stage`. BadData names the field that is wrong."""
-        try:
-            commit = cls.model_validate_json(body)
-        except ValidationError as error:
-            first = error.errors()[0]
-            field = ".".join(str(part) for part in first["loc"]) or "body"
-            raise BadData(
-                f"commit of {stage} cannot be read: {field}: {first['msg']}",
-                where=stage.commit,
-                hint="it was written by another version of Colchis, or changed by hand",
-            ) from error
+        """The commit in `body`, which must be that of `stage`. BadData names what is wrong."""
+        commit = cls.from_bytes(body, stage.commit)
         if commit.stage_key != stage:
             raise BadData(f"commit of {stage} says that it is the one of {commit.stage_key}", where=stage.commit)
         commit._digest = hashlib.sha256(body).hexdigest()
@@ -172,7 +157,7 @@ class Attempt:
             "code_version": colchis.__version__,
         }
         try:
-            body = Commit.model_validate(document).body()
+            body = Commit.model_validate(document).to_bytes()
         except ValidationError as error:
             raise Bug(f"attempt at {self.stage}: outputs are not finite JSON values: {error}") from error
         if self.store.create(self.stage.commit, body):

@@ -7,19 +7,16 @@ import json
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
 from colchis.components.errors import BadConfig, BadData
 from colchis.components.store import keys
 from colchis.components.store.payload import Checksums, Payload
+from colchis.components.store.record import Record
 from colchis.components.store.store import Store
 from colchis.components.store.transfers import CHUNK_BYTES
 
 
-class InputManifest(BaseModel):
+class InputManifest(Record):
     """The files of one input, sorted by name. Every file has a sha256: the digest of the input is made of them."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     format: Literal[1] = 1
     files: list[Payload]
@@ -29,9 +26,6 @@ class InputManifest(BaseModel):
         """sha256 over the sorted lines `[name, bytes, sha256]` in JSON."""
         lines = sorted(json.dumps([file.name, file.bytes, file.sha256], ensure_ascii=False) for file in self.files)
         return hashlib.sha256("".join(line + "\n" for line in lines).encode()).hexdigest()
-
-    def body(self) -> bytes:
-        return (json.dumps(self.model_dump(mode="json"), sort_keys=True, ensure_ascii=False, indent=1) + "\n").encode()
 
 
 def upload_input(store: Store, folder: Path) -> str:
@@ -54,7 +48,7 @@ def upload_input(store: Store, folder: Path) -> str:
             if (sent.bytes, sent.xxh3_128) != (placed.bytes, placed.xxh3_128):
                 raise BadData(f"{path} changed while it was uploaded", where=placed.key, hint="run the command again")
         files.append(placed)
-    store.create(keys.input_manifest(digest), InputManifest(files=files).body())
+    store.create(keys.input_manifest(digest), InputManifest(files=files).to_bytes())
     read_input(store, digest)
     return digest
 
@@ -62,11 +56,7 @@ def upload_input(store: Store, folder: Path) -> str:
 def read_input(store: Store, digest: str) -> InputManifest:
     """The manifest of an input. BadData when it is absent or is not what its name says."""
     key = keys.input_manifest(digest)
-    try:
-        manifest = InputManifest.model_validate_json(store.get(key).data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise BadData(f"input manifest: {'.'.join(map(str, first['loc']))}: {first['msg']}", where=key) from error
+    manifest = InputManifest.from_bytes(store.get(key).data, key)
     if manifest.digest != digest:
         raise BadData(
             f"input {digest[:12]} has the content of {manifest.digest[:12]}", where=key, hint="upload it again"

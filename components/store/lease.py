@@ -12,16 +12,15 @@ import uuid
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from colchis.components.errors import BadConfig, BadData
+from colchis.components.store.record import Record
 from colchis.components.store.store import Store, Stored
 
 
-class LeaseRecord(BaseModel):
+class LeaseRecord(Record):
     """The object. `change` is drawn for each write, so no two contents are equal (ETags may depend on content)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     format: Literal[1] = 1
     holder: str = Field(min_length=1)
@@ -100,18 +99,13 @@ class Lease:
 
     def _record(self, *, released: bool = False) -> bytes:
         record = LeaseRecord(holder=self.holder, lease_s=self.lease_s, change=str(uuid.uuid4()), released=released)
-        return record.model_dump_json().encode()
+        return record.to_bytes()
 
     def _read(self, stored: Stored) -> LeaseRecord:
         try:
-            return LeaseRecord.model_validate_json(stored.data)
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise BadData(
-                f"lease cannot be read: {'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}",
-                where=self.key,
-                hint="delete the object if nobody holds the lease",
-            ) from error
+            return LeaseRecord.from_bytes(stored.data, self.key)
+        except BadData as error:
+            raise BadData(error.what, where=self.key, hint="delete the object if nobody holds the lease") from error
 
     def _lost(self, state: str) -> BadConfig:
         return BadConfig(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from colchis.components.errors import BadData
 from colchis.components.records.batch import Batch
-from colchis.components.records.run import Record
+from colchis.components.store import Record
 from colchis.components.trainer.losses import token_logprobs
 from colchis.components.trainer.model import load_model
 

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import HashStore
 
 from colchis.components.errors import BadData
 from colchis.components.records.batch import StepDenominator
-from colchis.components.records.run import Record
+from colchis.components.store import Record
 from colchis.components.trainer.micro_batches import MicroBatch
 
 DEADLINE_S = 600.0

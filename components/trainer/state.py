@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from colchis.components.errors import BadData, Bug
-from colchis.components.records.run import Record
+from colchis.components.store import Record
 from colchis.components.trainer.model import local, part_of, published, tensors_of, whole_weights
 from colchis.components.trainer.optimiser import Optimiser
 
@@ -103,7 +103,7 @@ def read_state(
     than those that were loaded (`weights` is their fingerprint)."""
     path = folder / "state.json"
     try:
-        state = TrainerState.model_validate_json(path.read_bytes())
+        state = TrainerState.from_bytes(path.read_bytes(), str(path))
     except (OSError, ValidationError) as e:
         raise BadData(f"no readable trainer state ({str(e).splitlines()[0]})", where=str(path)) from None
     if state.version != version:

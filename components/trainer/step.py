@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from colchis.components.config import RunConfig
 from colchis.components.records.batch import StepDenominator
-from colchis.components.records.run import Record
+from colchis.components.store import Record
 from colchis.components.trainer.losses import PolicyTerms, aggregate, kl_to_reference, policy_loss
 from colchis.components.trainer.micro_batches import MicroBatch, forward
 from colchis.components.trainer.model import local

@@ -15,7 +15,7 @@ from torch import nn
 from colchis.components.config import RunConfig
 from colchis.components.errors import BadConfig, BadData
 from colchis.components.records.batch import Batch
-from colchis.components.records.run import Record
+from colchis.components.store import Record
 from colchis.components.trainer.micro_batches import MicroBatch, micro_batches_of, with_old, with_reference
 from colchis.components.trainer.model import DTYPES, file_dtype, load_model, shard, whole_weights
 from colchis.components.trainer.optimiser import Optimiser, learning_rate

@@ -10,7 +10,7 @@ from colchis.components.weights.activate import (
     verify_all,
     verify_published,
 )
-from colchis.components.weights.manifest import build, describe, parse
+from colchis.components.weights.manifest import build, describe
 from colchis.components.weights.publish import base_manifest, publish, read_manifest
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "base_manifest",
     "build",
     "describe",
-    "parse",
     "prepare_all",
     "probe_all",
     "publish",

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
-
 from colchis.components.errors import BadData
 from colchis.components.records.weights import TensorEntry, WeightsManifest, weights_digest
 from colchis.components.store.payload import Payload
@@ -82,15 +80,6 @@ def build(
         model=model,
         step=step,
     )
-
-
-def parse(data: bytes, where: str) -> WeightsManifest:
-    """A manifest as it was stored. BadData when it is not one, or contradicts itself."""
-    try:
-        return WeightsManifest.model_validate_json(data)
-    except ValidationError as e:
-        problems = "; ".join(f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in e.errors(include_url=False)[:3])
-        raise BadData(f"not a weights manifest: {problems}", where=where) from e
 
 
 def check(manifest: WeightsManifest, *, where: str, config: Mapping[str, Any], base: WeightsManifest | None) -> None:

@@ -8,7 +8,7 @@ from colchis.components.errors import BadConfig, BadData
 from colchis.components.records.weights import WeightsManifest
 from colchis.components.store import Store, keys, read_input
 from colchis.components.weights.checksums import ENGINE_DTYPES
-from colchis.components.weights.manifest import build, parse
+from colchis.components.weights.manifest import build
 
 
 def publish(store: Store, manifest: WeightsManifest) -> WeightsManifest:
@@ -20,7 +20,7 @@ def publish(store: Store, manifest: WeightsManifest) -> WeightsManifest:
     key = keys.weights_manifest(manifest.run, manifest.version)
     data = manifest.to_bytes()
     if not store.create(key, data):
-        present = parse(store.get(key).data, key)
+        present = WeightsManifest.from_bytes(store.get(key).data, key)
         if present != manifest:
             raise BadData(
                 f"weights v{manifest.version} of run '{manifest.run}' is published with other content: "
@@ -35,7 +35,7 @@ def publish(store: Store, manifest: WeightsManifest) -> WeightsManifest:
 def read_manifest(store: Store, run: str, version: int) -> WeightsManifest:
     """The manifest of a version. BadData when it is absent, malformed, or another version's."""
     key = keys.weights_manifest(run, version)
-    manifest = parse(store.get(key).data, key)
+    manifest = WeightsManifest.from_bytes(store.get(key).data, key)
     if (manifest.run, manifest.version) != (run, version):
         raise BadData(f"this manifest is v{manifest.version} of run '{manifest.run}'", where=key)
     return manifest

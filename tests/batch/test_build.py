@@ -16,6 +16,7 @@ from colchis.components.errors import BadData
 from colchis.components.records.batch import Batch, Denominators, TrainingSample, ordered, read_batch
 from colchis.components.records.trajectories import SegmentKind, Trajectory
 from colchis.components.records.verdicts import Reason, Verdict
+from colchis.components.store.record import sealed
 from tests.batch.cases import RUN, make_config, make_iteration, make_trajectory, make_verdict
 
 Inputs = tuple[list[Trajectory], list[Verdict]]
@@ -194,7 +195,7 @@ def test_files_of_two_iterations_are_refused() -> None:
     with pytest.raises(BadData, match=r"batch\.parquet was not given"):
         read_batch(one.denominators.to_bytes(), None)
     with pytest.raises(BadData, match="iteration"):
-        Denominators.from_bytes(b'{"format": 1, "run": "r"}')
+        Denominators.from_bytes(sealed({"format": 1, "run": "r"}), "denominators.json")
 
 
 def test_a_doubled_place_is_refused() -> None:

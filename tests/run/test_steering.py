@@ -14,7 +14,7 @@ from tests.run.test_kills import has_commit, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-ROLLOUT, BATCH = StageKey("r", 1, "rollout", 0), StageKey("r", 1, "batch")
+ROLLOUT, BATCH, TRAIN = StageKey("r", 1, "rollout", 0), StageKey("r", 1, "batch"), StageKey("r", 1, "train")
 
 
 def test_second_runner_is_refused_and_a_wish_to_stop_is_obeyed(finished: Project, project: Project) -> None:
@@ -38,30 +38,31 @@ def test_second_runner_is_refused_and_a_wish_to_stop_is_obeyed(finished: Project
     assert project.digests()[:2] == finished.digests()[:2]
 
 
-def test_refused_iteration_can_be_skipped(project: Project) -> None:
-    """Fault: one lost object that ends a run for ever, or a skip that leaves no record."""
+@pytest.mark.parametrize(
+    ("after", "before", "payload"), [(ROLLOUT, BATCH, "trajectories-"), (BATCH, TRAIN, "batch.parq")]
+)
+def test_refused_iteration_can_be_skipped(project: Project, after: StageKey, before: StageKey, payload: str) -> None:
+    """Fault: one lost object that ends a run for ever (found by batch, or by train), or a skip that leaves no record."""
     graded = ("--set", "grader.placement=step")
     runner = project.start(*graded)
-    wait_until(has_commit(project, ROLLOUT), runner)
+    wait_until(has_commit(project, after), runner)
     os.kill(runner.pid, signal.SIGKILL)
     runner.communicate(timeout=30)
     with Weed(project.home / "store") as weed:
         store = Store(weed.settings)
-        assert store.find(BATCH.commit) is None, "killed too late to make the case"
-        lost = next(p.key for p in read_commit(store, ROLLOUT).payload if p.name.startswith("trajectories-"))
+        assert store.find(before.commit) is None, "killed too late to make the case"
+        lost = next(p.key for p in read_commit(store, after).payload if p.name.startswith(payload))
         store.delete(lost)
     refused = project.run(*graded)
     assert refused.returncode == 65, refused.stdout
     assert lost in refused.stdout
-    skip = project.colchis("skip", "r", "--iteration", "1", "--reason", "its trajectories are lost")
+    skip = project.colchis("skip", "r", "--iteration", "1", "--reason", "an object is lost")
     assert skip.returncode == 0, skip.stderr
     again = project.run(*graded)
     assert again.returncode == 0, again.stdout
     first, second = project.status()["summaries"]
     assert second["weights_digest"] == first["weights_digest"]
-    with Weed(project.home / "store") as weed:
-        outputs = read_commit(Store(weed.settings), BATCH).outputs
-    assert (outputs["decision"], outputs["reason"]) == ("skipped", "its trajectories are lost")
+    assert (second["kind"], second["decision"], second["reason"]) == ("same", "skipped", "an object is lost")
 
 
 def test_reached_target_ends_the_window_early(finished: Project, project: Project) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from minio import Minio
 
 from colchis.components.errors import BadConfig, BadData
 from colchis.components.store import Store, StoreSettings, download_input, keys, read_input, upload_input
+from colchis.components.store.record import sealed
 from tests.faults import FaultProxy
 
 LARGE_BYTES = (16 << 20) + 5
@@ -99,12 +99,11 @@ def test_a_damaged_file_is_refused(
 def test_a_manifest_that_is_not_of_its_name_is_refused(store: Store, folder: Path) -> None:
     """Somebody who edits a manifest changes what the input is."""
     digest = upload_input(store, folder)
-    manifest = json.loads(store.get(keys.input_manifest(digest)).data)
-    manifest["files"].pop()
-    store.put(keys.input_manifest(digest), json.dumps(manifest).encode())
+    manifest = read_input(store, digest)
+    store.put(keys.input_manifest(digest), manifest.model_copy(update={"files": manifest.files[:-1]}).to_bytes())
     with pytest.raises(BadData, match=f"input {digest[:12]} has the content of"):
         read_input(store, digest)
-    store.put(keys.input_manifest(digest), b"{}")
+    store.put(keys.input_manifest(digest), sealed({}))
     with pytest.raises(BadData, match="files"):
         read_input(store, digest)
 

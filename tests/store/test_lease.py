@@ -10,6 +10,7 @@ import pytest
 
 from colchis.components.errors import BadConfig, BadData
 from colchis.components.store import Lease, Store, keys
+from colchis.components.store.record import sealed
 from tests.faults import Fault, FaultProxy
 
 KEY = keys.pool_lease("pool-a")
@@ -130,8 +131,8 @@ def test_a_deleted_lease_is_lost(store: Store) -> None:
 
 
 def test_what_is_no_lease_is_refused(store: Store) -> None:
-    store.put(KEY, b"{}")
-    with pytest.raises(BadData, match=r"lease cannot be read: holder.*lease\.json"):
+    store.put(KEY, sealed({}))
+    with pytest.raises(BadData, match=r"cannot be read: holder.*lease\.json.*delete the object"):
         Lease(store, KEY, "run a", 60).acquire()
     with pytest.raises(BadConfig, match="more than 0"):
         Lease(store, KEY, "run a", 0)

@@ -16,8 +16,9 @@ from pydantic import ValidationError
 from colchis.components.errors import BadConfig, BadData
 from colchis.components.records.weights import TensorEntry, WeightsManifest, weights_digest
 from colchis.components.store import Payload, Store, keys, upload_input
+from colchis.components.store.record import sealed
 from colchis.components.weights.architecture import EMBEDDING, HEAD
-from colchis.components.weights.manifest import build, check, describe, parse
+from colchis.components.weights.manifest import build, check, describe
 from colchis.components.weights.publish import base_manifest, publish, read_manifest
 from colchis.components.weights.scan import CHUNK_BYTES, scan
 from tests.weights.models import RUN, arrays_of, bytes_of, config_of, serialize, write_model, write_weights
@@ -141,8 +142,8 @@ def test_manifest_that_contradicts_itself_is_refused(path: Path) -> None:
     document["tensors"][0]["sha256"] = "0" * 64
     with pytest.raises(ValidationError, match="weights_digest"):
         WeightsManifest.model_validate(document)
-    with pytest.raises(BadData, match="not a weights manifest"):
-        parse(b"{}", "here")
+    with pytest.raises(BadData, match="cannot be read: run"):
+        WeightsManifest.from_bytes(sealed({}), "here")
 
 
 WHERE = "somewhere"

@@ -1,4 +1,4 @@
-"""`colchis skip`: an iteration committed as empty, on the record, in a form that the trainer reads."""
+"""`colchis skip`: which iterations it takes. What comes of it: tests/run/test_steering.py."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import pytest
 
 from colchis.components.config import parse
 from colchis.components.errors import BadConfig, BadData
-from colchis.components.records.batch import read_batch
 from colchis.components.records.run import RunRecord
-from colchis.components.store import StageKey, Store, keys, read_commit
+from colchis.components.store import Attempt, StageKey, Store, keys, read_commit
 from colchis.workflows.runs import skip
 
 CONFIG = parse({"model": {"source": f"input:{'a' * 64}"}, "environment": {"kind": "reasoning_gym", "task": "gcd"}})
@@ -30,24 +29,20 @@ def run(store: Store) -> str:
     return "r"
 
 
-def test_a_skipped_iteration_is_an_empty_batch(store: Store, run: str) -> None:
-    """Fault: a skip that the next stage cannot read, so that the run is stuck for good."""
-    skip(store, run, 0, "shard 3 is lost")
-    commit = read_commit(store, StageKey(run, 0, "batch"))
-    assert commit.outputs["decision"] == "skipped"
-    assert commit.outputs["reason"] == "shard 3 is lost"
-    batch = read_batch(store.read(commit.payload_named("denominators.json")), None)
-    assert batch.decision == "empty"
-    assert batch.samples == ()
-
-
-def test_only_the_open_iteration_is_skipped_and_only_once(store: Store, run: str) -> None:
-    """Fault: a committed batch that is thrown away, or a hole in the chain of iterations."""
+def test_only_the_open_iteration_is_skipped_and_the_first_reason_stays(store: Store, run: str) -> None:
+    """Fault: a hole in the chain of iterations, or a record that changes afterwards."""
     with pytest.raises(BadData, match="not the open one"):
         skip(store, run, 1, "no")
-    skip(store, run, 0, "yes")
-    with pytest.raises(BadData, match="has a batch commit already"):
-        skip(store, run, 0, "again")
+    skip(store, run, 0, "shard 3 is lost")
+    skip(store, run, 0, "again")
+    assert read_commit(store, StageKey(run, 0, "skip")).outputs["reason"] == "shard 3 is lost"
+
+
+def test_an_iteration_that_made_a_version_is_not_skipped(store: Store, run: str) -> None:
+    """Fault: a version that two records tell apart: weights by a step, an iteration without one."""
+    Attempt(store, StageKey(run, 0, "train")).commit(outputs={"version": 1})
+    with pytest.raises(BadData, match="has made v1 already"):
+        skip(store, run, 0, "too late")
 
 
 def test_unknown_run_is_named_with_those_that_exist(store: Store, run: str) -> None:

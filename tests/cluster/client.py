@@ -127,6 +127,29 @@ class Cluster:
             self.core.create_namespaced_config_map(NAMESPACE, body)
 
     @contextmanager
+    def scaled(self, name: str, replicas: int, *, deadline_s: float = 120.0) -> Iterator[dict[str, str]]:
+        """A StatefulSet with that many running pods: name -> address. Back to none afterwards."""
+        apps = client.AppsV1Api()
+        apps.patch_namespaced_stateful_set_scale(name, NAMESPACE, {"spec": {"replicas": replicas}})
+        try:
+            addresses: dict[str, str] = {}
+            follow = watch.Watch()
+            for event in follow.stream(
+                self.core.list_namespaced_pod, NAMESPACE, timeout_seconds=int(deadline_s), _request_timeout=deadline_s
+            ):
+                pod = event["object"]
+                owners = [owner.name for owner in pod.metadata.owner_references or []]
+                if name in owners and pod.status.phase == "Running" and pod.status.pod_ip:
+                    addresses[pod.metadata.name] = pod.status.pod_ip
+                if len(addresses) == replicas:
+                    follow.stop()
+            if len(addresses) < replicas:
+                raise TimeoutError(f"{name}: {len(addresses)} of {replicas} pods run after {deadline_s:.0f} s")
+            yield addresses
+        finally:
+            apps.patch_namespaced_stateful_set_scale(name, NAMESPACE, {"spec": {"replicas": 0}})
+
+    @contextmanager
     def controller_setting(self, key: str, value: Json) -> Iterator[None]:
         """One setting of the workflow controller, which reads its ConfigMap as it changes; put back afterwards."""
         name = "workflow-controller-configmap"

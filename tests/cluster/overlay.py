@@ -1,8 +1,6 @@
-"""What a manifest needs to run on the test cluster, and nothing more.
+"""What a Workflow of the conformance table needs in a namespace whose Pod Security standard is `restricted`.
 
-The test cluster has no image registry: one image, with Debian's python3.11, stands for all stages, and its code and
-packages are mounted from a volume. Manifests that say nothing about security get the least that the namespace's Pod
-Security standard, `restricted`, asks for; those that do are taken as they are.
+The rendered templates need nothing: they say it themselves.
 """
 
 from __future__ import annotations
@@ -13,8 +11,6 @@ from typing import Any
 
 Json = Any
 
-VOLUME = {"name": "environment", "persistentVolumeClaim": {"claimName": "colchis-environment", "readOnly": True}}
-MOUNT = {"name": "environment", "mountPath": "/opt/colchis", "readOnly": True}
 POD_SECURITY = {
     "runAsNonRoot": True,
     "runAsUser": 10001,
@@ -23,18 +19,6 @@ POD_SECURITY = {
     "seccompProfile": {"type": "RuntimeDefault"},
 }
 CONTAINER_SECURITY = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-
-
-def with_environment(manifest: Json) -> Json:
-    """A WorkflowTemplate or Workflow whose containers see the code and the packages at /opt/colchis."""
-    manifest = copy.deepcopy(manifest)
-    spec = manifest["spec"]
-    spec["volumes"] = [*spec.get("volumes", []), VOLUME]
-    for template in spec.get("templates", []):
-        places = [template[kind] for kind in ("container", "script", "containerSet") if kind in template]
-        for place in (*places, *template.get("initContainers", []), *template.get("sidecars", [])):
-            place["volumeMounts"] = [*place.get("volumeMounts", []), MOUNT]
-    return manifest
 
 
 def with_security(manifest: Json) -> Json:

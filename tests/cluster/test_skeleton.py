@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
@@ -18,12 +18,8 @@ from colchis.components.config import load, to_parameters
 from colchis.components.records.run import Serving
 from colchis.components.stages.context import StageKey
 from colchis.components.store import Store, StoreSettings, keys, read_commit
-from colchis.workflows.local.services import Child
-from colchis.workflows.render import read_templates
 from colchis.workflows.runs import pin_files
 from tests.cluster.client import Cluster
-from tests.cluster.harness.cluster import ENGINES
-from tests.cluster.overlay import with_environment
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
@@ -42,30 +38,26 @@ def store(cluster: Cluster) -> Store:
 
 
 @pytest.fixture(scope="module")
-def agents(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
-    """Pool `main`: two embedded engines with agents, which pods find by the name of a headless Service."""
-    folder = tmp_path_factory.mktemp("pool")
-    environment = {"OMP_NUM_THREADS": "1"}
-    with ExitStack() as stack:
-        children = []
-        for number, host in enumerate(ENGINES):
-            engine_url, agent_url = f"http://{host}:30000", f"http://{host}:9000"
-            engine = [
-                *(sys.executable, "-m", "colchis.components.engine", "--host", host, "--port", "30000"),
-                *("--weight-version", "none", "--deterministic"),
-            ]
-            agent = [
-                *(sys.executable, "-m", "colchis.components", "agent", "--engine-url", engine_url),
-                *("--host", host, "--port", "9000", "--staging", str(folder / f"staging-{number}")),
-                *("--engine-id", f"main-{number}", "--pool", "main"),
-            ]
-            for name, command, url in (("engine", engine, f"{engine_url}/ping"), ("agent", agent, f"{agent_url}/live")):
-                child = Child(name, command, log=folder / f"{name}-{number}.log", environment=environment)
-                stack.callback(child.stop)
-                children.append((child, url))
-        for child, url in children:
-            child.wait_for(url, accept=(200, 503))
-        yield [f"http://{host}:9000" for host in ENGINES]
+def pool(cluster: Cluster) -> Iterator[list[str]]:
+    """Pool `main` of the overlay, scaled up: two pods, each an embedded engine with its agent; their names."""
+    with cluster.scaled("colchis-engines-main", 2) as addresses:
+        for port, path in ((30000, "/health"), (9000, "/live")):
+            for address in addresses.values():
+                wait_for(f"http://{address}:{port}{path}", deadline_s=180)
+        yield sorted(addresses)
+
+
+def wait_for(url: str, deadline_s: float) -> None:
+    """Until it answers: nobody announces that a server inside a running container listens."""
+    until = time.monotonic() + deadline_s
+    while True:
+        try:
+            httpx.get(url, timeout=5.0).raise_for_status()
+            return
+        except httpx.HTTPError as error:
+            if time.monotonic() > until:
+                raise TimeoutError(f"{url} does not answer after {deadline_s:g} s") from error
+            time.sleep(0.5)
 
 
 @pytest.fixture(scope="module")
@@ -77,12 +69,9 @@ def strict(cluster: Cluster) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def finished(
-    cluster: Cluster, store: Store, agents: list[str], strict: None, tmp_path_factory: pytest.TempPathFactory
+    cluster: Cluster, store: Store, pool: list[str], strict: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Any:
-    """The rendered template, applied; the example, small, submitted by the argo command; its status at the end."""
-    for template in read_templates(REPOSITORY / "manifests/base/templates").values():
-        cluster.apply_template(with_environment(template))
-    cluster.config_map("colchis-pool-main", {"engines": "dns://main-agents:9000"})
+    """The example, small, submitted by the argo command to what manifests/overlays/test installed; how it ended."""
     config = pin_files(load(EXAMPLE, SMALL), EXAMPLE, store)
     parameters = tmp_path_factory.mktemp("run") / "run.yaml"
     parameters.write_text(yaml.safe_dump(to_parameters(config)))
@@ -102,10 +91,10 @@ def test_the_run_succeeds(finished: Any, cluster: Cluster) -> None:
     assert finished["phase"] == "Succeeded", f"{finished.get('message')}: {failed}\n{cluster.logs(finished['name'])}"
 
 
-def test_the_store_declares_two_versions(finished: Any, store: Store, agents: list[str]) -> None:
+def test_the_store_declares_two_versions(finished: Any, store: Store, pool: list[str]) -> None:
     """Catches iterations that pods ran but did not commit, and engines that serve something else."""
     serving = Serving.model_validate_json(store.get(keys.serving(RUN)).data)
-    assert (serving.version, serving.engines) == (2, ["main-0", "main-1"])
+    assert (serving.version, serving.engines) == (2, pool)
     for iteration in (0, 1):
         assert read_commit(store, StageKey(RUN, iteration, "train")).outputs["version"] == iteration + 1
         assert read_commit(store, StageKey(RUN, iteration, "reload")).outputs["version"] == iteration + 1

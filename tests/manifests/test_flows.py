@@ -36,7 +36,7 @@ class Network:
         """Those that both sides allow, or the only side that is here."""
         out = {flow for pod in self.pods.values() for flow in self._side(pod, "Egress", "to")}
         into = {(b, a, port) for pod in self.pods.values() for a, b, port in self._side(pod, "Ingress", "from")}
-        both = {flow for flow in out & into}
+        both = out & into
         outward = {flow for flow in out if flow[1] not in self.pods}
         inward = {flow for flow in into if flow[0] not in self.pods}
         return {self._named(flow) for flow in both | outward | inward}

@@ -51,7 +51,8 @@ STAGE_ENVIRONMENT = {
     "PYTHONDONTWRITEBYTECODE": "1",
     "HOME": "/tmp",
 }
-"""`python` is Debian's 3.11; code and packages come from the volume mounted at /opt/colchis (overlay.py)."""
+"""`python` is Debian's 3.11; code and packages come from the volume mounted at /opt/colchis
+(manifests/overlays/test/environment.yaml)."""
 
 
 class CannotBuild(RuntimeError):

@@ -24,8 +24,8 @@ from tests.cluster.harness import build
 STATE = build.CACHE / "state"
 REPOSITORY = build.HERE.parents[2]
 HOST = "10.244.0.1"
-ENGINES = ("10.245.0.1", "10.245.0.2")
-"""Addresses inside the cluster's network for the engines of pool `main` (agents: main-agents.colchis.svc)."""
+STAGE_NAMES = ("stage", "trainer", "engine-embedded")
+"""The images that the manifests name; here all are one."""
 START_S = 300.0
 
 
@@ -160,8 +160,7 @@ def _inner_environment() -> Mapping[str, str]:
         "PAUSE_IMAGE": build.PAUSE_IMAGE,
         "ARGOEXEC_IMAGE": build.ARGOEXEC_IMAGE,
         "STAGE_IMAGE": build.STAGE_IMAGE,
-        "STAGE_NAMES": " ".join(f"docker.io/colchis/{name}:{_version()}" for name in ("stage", "trainer", "engine")),
-        "ENGINES": " ".join(ENGINES),
+        "STAGE_NAMES": " ".join(f"docker.io/colchis/{name}:{_version()}" for name in STAGE_NAMES),
         "ACCESS_KEY": secrets.token_hex(10),
         "SECRET_KEY": secrets.token_hex(20),
         "PATH": _path(),

@@ -9,7 +9,8 @@ deadline=$((SECONDS + 180))
 
 mount --make-rshared /
 mount -t tmpfs tmpfs /run
-mkdir -p /run/lock /run/netns $run/cni $STATE/{logs,kubelet,podlogs,containerd,store} $STATE/environment/{code/colchis,packages}
+mkdir -p /run/lock /run/netns $run/cni $run/names $STATE/{logs,kubelet,podlogs,containerd,store}
+mkdir -p $run/environment/{code/colchis,packages} # overlays/test/environment.yaml has this path
 ip link set lo up
 sysctl -qw net.ipv4.ip_forward=1
 
@@ -32,16 +33,15 @@ until_true() { # WHAT COMMAND...: asked again until it succeeds; these services 
 
 # What pods see at /opt/colchis: the checkout and the packages of its virtual environment, live, without a 6 GB image.
 for part in components workflows; do
-  mkdir -p "$STATE/environment/code/colchis/$part"
-  mount --bind "$REPOSITORY/$part" "$STATE/environment/code/colchis/$part"
+  mkdir -p "$run/environment/code/colchis/$part"
+  mount --bind "$REPOSITORY/$part" "$run/environment/code/colchis/$part"
 done
-cp "$REPOSITORY/src/colchis/__init__.py" "$STATE/environment/code/colchis/"
-mount --bind "$PACKAGES" "$STATE/environment/packages"
+cp "$REPOSITORY/src/colchis/__init__.py" "$run/environment/code/colchis/"
+mount --bind "$PACKAGES" "$run/environment/packages"
 
-# The pods' network. 10.245.0.N are the engines' addresses; pods find them by name, as on any cluster.
+# The pods' network.
 ip link add pods type bridge
 ip addr add $host/24 dev pods
-for engine in $ENGINES; do ip addr add "$engine/32" dev pods; done
 ip link set pods up
 ip route add 10.96.0.0/16 dev pods src $host # there is no default route here, and Service addresses need one
 cat > $run/cni/10-pods.conflist << T
@@ -49,11 +49,7 @@ cat > $run/cni/10-pods.conflist << T
  "hairpinMode": true, "ipam": {"type": "host-local", "dataDir": "$run/ipam", "ranges": [[{"subnet": "10.244.0.0/24"}]],
  "routes": [{"dst": "0.0.0.0/0"}]}}]}
 T
-{
-  echo "10.96.0.1 kubernetes.default.svc.cluster.local"
-  for engine in $ENGINES; do echo "$engine main-agents.colchis.svc.cluster.local"; done
-} > $run/hosts
-start dnsmasq dnsmasq --keep-in-foreground --no-resolv --no-hosts --addn-hosts=$run/hosts --local=/cluster.local/ \
+start dnsmasq dnsmasq --keep-in-foreground --no-resolv --no-hosts --hostsdir=$run/names --local=/cluster.local/ \
   --listen-address=$host --bind-interfaces --user=root --pid-file=
 
 start etcd etcd --data-dir $run/etcd --unsafe-no-fsync --listen-client-urls http://127.0.0.1:2379 \
@@ -155,10 +151,21 @@ for crd in "$CRDS"/*.json; do
   kubectl create --raw /apis/apiextensions.k8s.io/v1/customresourcedefinitions -f "$crd" || exit 1
 done > "$STATE/logs/crds.log"
 kubectl wait --for=condition=Established --timeout=90s crd --all > /dev/null || exit 1
-kubectl create namespace colchis --save-config > /dev/null
+
+# The same manifests as everywhere, with this store's keys. First the volume that stands in for images: no pod may start
+# before the API server mounts it.
+cp -r "$REPOSITORY/manifests" $run/manifests
+cp "$STATE/store.env" $run/manifests/overlays/test/
+start names python -P "$HARNESS/names.py" "$KUBECONFIG" $run/names/services
+apply() { kubectl apply --server-side "$@" >> "$STATE/logs/install.log" 2>&1 || exit 1; }
+apply -k $run/manifests/cluster-scoped
+apply -n colchis -f $run/manifests/overlays/test/environment.yaml
 until_true "the default service account" kubectl -n colchis get serviceaccount default
-kubectl -n colchis create secret generic colchis-store --from-env-file="$STATE/store.env" > /dev/null || exit 1
-sed "s|ENVIRONMENT_FOLDER|$STATE/environment|" "$HARNESS/install.yaml" | kubectl apply -f - > "$STATE/logs/install.log" || exit 1
+is_mounted() {
+  kubectl -n colchis create --dry-run=server -o json -f "$HARNESS/probe.yaml" | grep -q colchis-environment
+}
+until_true "the policy that mounts the environment" is_mounted
+apply -k $run/manifests/overlays/test
 
 start argo env KUBECONFIG="$pki/argo-controller.conf" LEADER_ELECTION_DISABLE=true DEFAULT_REQUEUE_TIME=200ms \
   workflow-controller --kubeconfig "$pki/argo-controller.conf" --namespaced -n colchis --qps 100 --burst 200 \

@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from colchis.components.agent.agent import Agent, AgentSettings
+from colchis.components.agent.refill import Refill
 from colchis.components.errors import BadConfig, ColchisError
 from colchis.components.logs import event
 from colchis.components.store import StoreSettings
@@ -164,12 +165,16 @@ def serve(settings: AgentSettings, store: StoreSettings, *, host: str, port: int
     if not token:
         raise BadConfig("an agent without a token would let anybody change the engine", hint="set COLCHIS_AGENT_TOKEN")
     agent = Agent(settings, store)
+    refill = Refill(agent)
     try:
         config = uvicorn.Config(
             build_app(agent, token), host=host, port=port, log_config=None, timeout_graceful_shutdown=GRACE_S
         )
         socket = config.bind_socket()
         event(log, "listening", url=f"http://{host}:{socket.getsockname()[1]}", engine=settings.engine_url)
+        refill.start()
         _Server(config, agent).run(sockets=[socket])
     finally:
+        agent.stopping.set()
+        refill.join()
         agent.close()

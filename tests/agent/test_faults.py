@@ -14,9 +14,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from colchis.components.errors import BadConfig, ColchisError, PeerUnavailable
+from colchis.components.agent.agent import Agent, AgentSettings
+from colchis.components.errors import BadConfig, BadData, ColchisError, PeerUnavailable
+from colchis.components.records.run import Serving
 from colchis.components.store import Store, StoreSettings, keys
-from colchis.components.weights.protocol import EngineState
+from colchis.components.weights.protocol import Activate, EngineState, Prepare
 from tests.agent.conftest import DEADLINE_S, AgentProcess, EngineProcess, Versions
 from tests.weights.models import RUN
 
@@ -119,6 +121,104 @@ def test_a_restarted_engine_serves_nothing_until_it_is_filled(
     assert agent.ready().status_code == 503
     agent.activate(1)
     assert (agent.status().version, engine.label(), agent.ready().status_code) == (1, "1", 200)
+
+
+def test_a_restart_under_the_proven_label_is_noticed(
+    versions: Versions, agent: AgentProcess, engine: EngineProcess
+) -> None:
+    """Catches other weights that are believed because their engine was started with the number that was proven."""
+    agent.bring(1)
+    engine.child.stop()
+    engine.start("--model-path", str(versions.folders[0]), "--weight-version", "1")
+    assert engine.label() == "1"
+    eventually(lambda: agent.status().state is EngineState.EMPTY, "the restart is noticed")
+    assert (agent.status().version, agent.ready().status_code) == (None, 503)
+    proof = agent.activate(1)
+    assert not proof.repeated
+    assert (agent.status().version, agent.ready().status_code) == (1, 200)
+
+
+def declare(store: Store, version: int, digest: str) -> None:
+    record = Serving(run=RUN, version=version, weights_digest=digest, engines=["engine-0"])
+    store.put(keys.serving(RUN), record.to_bytes())
+
+
+def test_a_restarted_engine_gets_back_what_its_run_declares(
+    store: Store, versions: Versions, agent: AgentProcess, engine: EngineProcess
+) -> None:
+    """Catches an engine that stands idle until the next reload; also when the agent was restarted with it."""
+    digest = agent.bring(1).weights_digest
+    declare(store, 1, digest)
+    checksum = engine.checksum()
+    for agent_too in (False, True):
+        engine.child.stop()
+        if agent_too:
+            agent.kill()
+        engine.start()
+        if agent_too:
+            agent.start()
+        eventually(lambda: agent.ready().status_code == 200, "the restarted engine is filled")
+        assert (agent.status().version, engine.label(), engine.checksum()) == (1, "1", checksum)
+        assert engine.generate()["meta_info"]["weight_version"] == "1"
+
+
+def test_a_restarted_engine_is_not_filled_with_what_nobody_declares(
+    store: Store, versions: Versions, engine: EngineProcess, store_settings: StoreSettings, tmp_path: Path
+) -> None:
+    """Catches a refill in the middle of a reload, of a version that the run has left, and over what a reload brought."""
+    inside = Agent(AgentSettings(engine.url, "engine-0", tmp_path / "staging"), store_settings)
+    try:
+        inside.prepare(Prepare(run=RUN, version=1, deadline_s=DEADLINE_S))
+        proof = inside.activate(Activate(run=RUN, version=1, kind="full", deadline_s=DEADLINE_S))
+        assert inside.refill() is None  # nothing was lost
+        engine.child.stop()
+        engine.start()
+        assert inside.refill() is None  # no run declares it
+        declare(store, 0, proof.weights_digest)
+        assert inside.refill() is None
+        declare(store, 1, "0" * 64)
+        assert inside.refill() is None
+        assert engine.label() == "none"
+        declare(store, 1, proof.weights_digest)
+        refilled = inside.refill()
+        assert refilled is not None
+        assert (refilled.version, refilled.checksums_equal, engine.label()) == (1, True, "1")
+        assert inside.refill() is None
+
+        engine.child.stop()
+        engine.start()
+        assert inside.view().state is EngineState.EMPTY
+        inside.prepare(Prepare(run=RUN, version=0, deadline_s=DEADLINE_S))
+        inside.activate(Activate(run=RUN, version=0, kind="full", deadline_s=DEADLINE_S))
+        assert inside.refill() is None
+        assert engine.label() == "0"
+    finally:
+        inside.stop()
+        inside.close()
+
+
+def test_a_damaged_copy_is_not_refilled(
+    store: Store, versions: Versions, engine: EngineProcess, store_settings: StoreSettings, tmp_path: Path
+) -> None:
+    """Catches a refill that trusts the disk, and one that is tried for ever."""
+    inside = Agent(AgentSettings(engine.url, "engine-0", tmp_path / "staging"), store_settings)
+    try:
+        inside.prepare(Prepare(run=RUN, version=1, deadline_s=DEADLINE_S))
+        proof = inside.activate(Activate(run=RUN, version=1, kind="full", deadline_s=DEADLINE_S))
+        declare(store, 1, proof.weights_digest)
+        path = tmp_path / "staging" / "versions" / RUN / "v00000001" / "model.safetensors"
+        raw = bytearray(path.read_bytes())
+        raw[-1] ^= 1
+        path.write_bytes(raw)
+        engine.child.stop()
+        engine.start()
+        with pytest.raises(BadData, match="other bytes than the manifest says"):
+            inside.refill()
+        assert inside.refill() is None
+        assert engine.label() == "none"
+    finally:
+        inside.stop()
+        inside.close()
 
 
 def test_a_label_that_the_agent_did_not_set_is_not_believed(
@@ -308,7 +408,6 @@ def test_store_out_of_reach_does_not_unready_an_engine(
 
 
 def test_no_token_no_agent(engine: EngineProcess, store_settings: StoreSettings, tmp_path: Path) -> None:
-    from colchis.components.agent.agent import AgentSettings
     from colchis.components.agent.app import serve
 
     with pytest.raises(BadConfig, match="without a token"):

@@ -149,6 +149,19 @@ class Cluster:
         finally:
             apps.patch_namespaced_stateful_set_scale(name, NAMESPACE, {"spec": {"replicas": 0}})
 
+    def ready_pods(self, names: Iterable[str], *, deadline_s: float) -> set[str]:
+        """Those of these pods that are ready, as soon as all are, or at the deadline."""
+        wanted, ready = set(names), set[str]()
+        follow = watch.Watch()
+        for event in follow.stream(self.core.list_namespaced_pod, NAMESPACE, timeout_seconds=int(deadline_s)):
+            pod = event["object"]
+            is_ready = any(c.type == "Ready" and c.status == "True" for c in pod.status.conditions or [])
+            if pod.metadata.name in wanted:
+                ready = ready | {pod.metadata.name} if is_ready else ready - {pod.metadata.name}
+            if ready == wanted:
+                follow.stop()
+        return ready
+
     @contextmanager
     def controller_setting(self, key: str, value: Json) -> Iterator[None]:
         """One setting of the workflow controller, which reads its ConfigMap as it changes; put back afterwards."""

@@ -44,6 +44,7 @@ def pool(cluster: Cluster) -> Iterator[list[str]]:
         for port, path in ((30000, "/health"), (9000, "/live")):
             for address in addresses.values():
                 wait_for(f"http://{address}:{port}{path}", deadline_s=180)
+        assert cluster.ready_pods(addresses, deadline_s=3) == set(), "ready without weights"
         yield sorted(addresses)
 
 
@@ -93,7 +94,7 @@ def test_the_run_succeeds(finished: Any, cluster: Cluster) -> None:
 
 def test_the_store_declares_two_versions(finished: Any, store: Store, pool: list[str]) -> None:
     """Catches iterations that pods ran but did not commit, and engines that serve something else."""
-    serving = Serving.model_validate_json(store.get(keys.serving(RUN)).data)
+    serving = Serving.from_bytes(store.get(keys.serving(RUN)).data, keys.serving(RUN))
     assert (serving.version, serving.engines) == (2, pool)
     for iteration in (0, 1):
         assert read_commit(store, StageKey(RUN, iteration, "train")).outputs["version"] == iteration + 1
@@ -106,6 +107,11 @@ def test_each_reload_shows_five_boundaries(finished: Any) -> None:
     containers = [n["displayName"] for n in finished["nodes"].values() if n["type"] == "Container"]
     assert sorted(set(containers)) == ["buffer", "load", "main", "store", "transfer"]
     assert {containers.count(name) for name in set(containers)} == {3}, "one fill and two reloads"
+
+
+def test_engines_are_ready_by_version(finished: Any, cluster: Cluster, pool: list[str]) -> None:
+    """Catches engines that stay out of the Service after a reload (before their first, they were: see the fixture)."""
+    assert cluster.ready_pods(pool, deadline_s=60) == set(pool)
 
 
 def test_the_report_is_an_artifact(finished: Any, store: Store) -> None:

@@ -21,6 +21,7 @@ from colchis.components.errors import BadConfig, ColchisError
 from colchis.components.logs import event
 from colchis.components.store import StoreSettings
 from colchis.components.weights.protocol import (
+    ENGINE_HEADER,
     STATUS_OF,
     Activate,
     Activated,
@@ -80,7 +81,9 @@ def build_app(agent: Agent, token: str) -> FastAPI:
         if request.url.path not in OPEN and not hmac.compare_digest(given, expected):
             refusal = Refusal.of(BadConfig("wrong or missing bearer token", hint="set COLCHIS_AGENT_TOKEN alike"))
             return JSONResponse(refusal.model_dump(), 401)
-        return await proceed(request)
+        response = await proceed(request)
+        response.headers[ENGINE_HEADER] = agent.settings.engine_id
+        return response
 
     @app.exception_handler(ColchisError)
     async def refused(request: Request, error: ColchisError) -> JSONResponse:

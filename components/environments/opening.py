@@ -121,10 +121,7 @@ def _split(prompts: Sequence[Prompt], generated: int, config: EnvironmentConfig)
         heldout = {p.text for p in drawn[: config.heldout_rows]}
         splits = {p.text: Split.HELDOUT if p.text in heldout else Split.TRAIN for p in prompts}
     return Rows(
-        tuple(
-            Row(i, p.text, p.answer, splits[p.text] or Split.TRAIN, _plain(dict(p.metadata)))
-            for i, p in enumerate(prompts)
-        )
+        Row(i, p.text, p.answer, splits[p.text] or Split.TRAIN, _plain(dict(p.metadata))) for i, p in enumerate(prompts)
     )
 
 

@@ -66,7 +66,7 @@ def check_prompts(
 ) -> None:
     """BadData unless every row's prompt becomes at least one and at most `longest_tokens` token ids, all below the
     model's `vocabulary_size` (an engine dies of a larger one), and no character is lost on the way."""
-    for row in rows.rows:
+    for row in rows:
         prompt = environment.start(row, 0).prompt()
         if isinstance(prompt, str):
             lost = tokenizer.lost_character(prompt)

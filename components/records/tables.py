@@ -19,16 +19,26 @@ def write(
     rows: Sequence[Mapping[str, Any]], schema: pa.Schema, *, record: str, metadata: Mapping[str, str] | None = None
 ) -> bytes:
     """One Parquet file, zstd, with page checksums. `record` is `<name>/<format number>`."""
-    labels = {FORMAT_KEY: record, **(metadata or {})}
     columns = [pa.array([row[field.name] for row in rows], type=field.type) for field in schema]
-    table = pa.Table.from_arrays(columns, schema=schema.with_metadata(labels))
+    return write_table(pa.Table.from_arrays(columns, schema=schema), record=record, metadata=metadata)
+
+
+def write_table(table: pa.Table, *, record: str, metadata: Mapping[str, str] | None = None) -> bytes:
+    """As `write`, of a table that is there already."""
+    labels = {FORMAT_KEY: record, **(metadata or {})}
     sink = io.BytesIO()
-    pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
+    pq.write_table(table.replace_schema_metadata(labels), sink, compression="zstd", write_page_checksum=True)
     return sink.getvalue()
 
 
 def read(data: bytes, schema: pa.Schema, *, record: str, source: str) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """(rows, metadata). BadData when `data` is not Parquet, corrupt, of another record or format, or when a column is
+    """(rows, metadata), as `read_table`."""
+    table, labels = read_table(data, schema, record=record, source=source)
+    return table.to_pylist(), labels
+
+
+def read_table(data: bytes, schema: pa.Schema, *, record: str, source: str) -> tuple[pa.Table, dict[str, str]]:
+    """(table, metadata). BadData when `data` is not Parquet, corrupt, of another record or format, or when a column is
     missing, unknown, of another type, or null where the schema allows none. `source` is named in every message."""
     try:
         table = pq.ParquetFile(io.BytesIO(data), page_checksum_verification=True).read()
@@ -54,7 +64,7 @@ def read(data: bytes, schema: pa.Schema, *, record: str, source: str) -> tuple[l
     unknown = sorted(set(table.schema.names) - set(schema.names))
     if unknown:
         raise BadData(f"column '{unknown[0]}' is not part of '{record}'", where=source)
-    return table.select(schema.names).to_pylist(), labels
+    return table.select(schema.names).replace_schema_metadata(), labels
 
 
 def _line(error: BaseException) -> str:

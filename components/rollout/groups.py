@@ -16,15 +16,19 @@ import numpy as np
 from colchis.components.config import RunConfig
 from colchis.components.environments import Environment, Episode, ModelTurn, Tokenizer
 from colchis.components.errors import BadData, ColchisError, PeerUnavailable
+from colchis.components.http_client import pool_client
 from colchis.components.records.rows import Row
 from colchis.components.records.trajectories import Trajectory, trajectory_id
-from colchis.components.rollout.client import Completion, Refusal, generate
+from colchis.components.rollout.client import Completion, Fault, Refusal, generate
 from colchis.components.rollout.engines import Balance, Engines
 from colchis.components.rollout.episodes import Sample, in_thread
 from colchis.components.rollout.sampling import Sampling, sampling_seed
 
 MAX_FAILURES = 10
 """Failed requests for one turn of one group, after which the shard gives up. Waiting for a ready engine counts none."""
+OUTAGES = (Fault.HTTP, Fault.CONNECTION)
+LONGEST_PAUSE_S, LONGEST_OUTAGE_PAUSE_S = 2.0, 10.0
+"""Between two failed requests. An engine that answers 500 or nothing may be restarting: ten tries span 20 s or more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +101,7 @@ async def rollout_groups(
         config, run, iteration, version, environment, tokenizer, on_group, sampling or Sampling.of(config.rollout)
     )
     began = time.monotonic()
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=config.rollout.concurrency)
-    async with httpx.AsyncClient(limits=limits) as client:
+    async with pool_client(keepalive=config.rollout.concurrency) as client:
         work.client, work.balance = client, Balance(engines, client, version)
         try:
             async with asyncio.timeout(config.rollout.deadline_s) as deadline, asyncio.TaskGroup() as tasks:
@@ -126,6 +129,12 @@ def _first(errors: BaseExceptionGroup[ColchisError]) -> ColchisError:
     """One error to end with: of several groups' errors the first, after which the others were cancelled."""
     error = errors.exceptions[0]
     return _first(error) if isinstance(error, BaseExceptionGroup) else error
+
+
+def _pause_s(failures: int, *, outage: bool) -> float:
+    """Exponential, with jitter; after outages at least half of it, so that the tries are not used up in a moment."""
+    longest_s = LONGEST_OUTAGE_PAUSE_S if outage else LONGEST_PAUSE_S
+    return random.uniform(0.5 if outage else 0.0, 1.0) * min(longest_s, 0.1 * 2**failures)
 
 
 class _Rollout:
@@ -256,7 +265,8 @@ class _Rollout:
                         where=f"{self.run}/{self.iteration}",
                         hint="look at the engines' logs",
                     )
-                await asyncio.sleep(random.uniform(0, min(2.0, 0.1 * 2**failures)))
+                outage = any(isinstance(a, Refusal) and a.fault in OUTAGES for a in answers)
+                await asyncio.sleep(_pause_s(failures, outage=outage))
         await self._replies(samples, turns, last=turn + 1 == self.config.rollout.max_turns)
 
     def _seed(self, sample: Sample, row: Row, turn: int) -> int:

@@ -14,7 +14,6 @@ from colchis.components.config import SECTIONS, DatasetConfig, RunConfig, from_p
 from colchis.components.environments import Tokenizer, check_prompts, generate_rows, open_environment
 from colchis.components.errors import BadConfig, BadData
 from colchis.components.logs import event
-from colchis.components.records import rows as row_records
 from colchis.components.records.rows import Rows
 from colchis.components.records.run import RunRecord
 from colchis.components.report import find_run, find_stop
@@ -139,7 +138,7 @@ def _create(stage: Stage, config: RunConfig, template: str) -> RunRecord:
     with scratch() as folder:
         rows = generate_rows(config.environment, dataset=_dataset(stage, config, folder / "dataset"))
         (folder / "rows").mkdir()
-        (folder / "rows" / "rows.parquet").write_bytes(row_records.to_parquet(rows))
+        (folder / "rows" / "rows.parquet").write_bytes(rows.to_parquet())
         digest = upload_input(stage.store, folder / "rows")
         _check_prompts(stage, config, model, rows, folder / "model")
     record = RunRecord(

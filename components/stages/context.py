@@ -18,7 +18,6 @@ import click
 from colchis.components.config import RunConfig
 from colchis.components.environments import Tokenizer
 from colchis.components.errors import BadConfig, BadData
-from colchis.components.records import rows as row_records
 from colchis.components.records.iteration import Admission, Summary
 from colchis.components.records.rows import Rows
 from colchis.components.records.run import RunRecord, Serving
@@ -89,7 +88,7 @@ class Stage:
     def rows(self) -> Rows:
         """The environment's rows, from the inputs of the run."""
         manifest = read_input(self.store, self.record.rows)
-        return row_records.from_parquet(self.store.read(input_file(manifest, "rows.parquet")))
+        return Rows.from_parquet(self.store.read(input_file(manifest, "rows.parquet")))
 
     def serving(self) -> Serving | None:
         return find_serving(self.store, self.run)

@@ -19,6 +19,7 @@ import httpx
 from pydantic import ValidationError
 
 from colchis.components.errors import BadConfig, BadData, Bug, ColchisError, PeerUnavailable, Temporary
+from colchis.components.http_client import pool_client
 from colchis.components.records.boundary import Boundary, BoundaryRecord
 from colchis.components.records.run import now
 from colchis.components.records.weights import WeightsManifest
@@ -26,6 +27,7 @@ from colchis.components.store import Store, keys
 from colchis.components.weights.architecture import EMBEDDING
 from colchis.components.weights.deadline import Deadline
 from colchis.components.weights.protocol import (
+    ENGINE_HEADER,
     Activate,
     Activated,
     Message,
@@ -54,6 +56,8 @@ class AgentClient:
 
     def __init__(self, url: str, token: str, client: httpx.AsyncClient) -> None:
         self.url, self.token = url.rstrip("/"), token
+        self.engine_id = ""
+        """As the last answer named it."""
         self._client = client
 
     async def status(self) -> Status:
@@ -95,8 +99,9 @@ class AgentClient:
         try:
             if response.status_code != 200:
                 raise Refusal.model_validate_json(response.content).to_error(f"agent {self.url}")
+            self.engine_id = response.headers[ENGINE_HEADER]
             return answer.model_validate_json(response.content)
-        except ValidationError as e:
+        except (ValidationError, KeyError) as e:
             raise BadConfig(
                 f"agent {self.url} answers {response.status_code} {response.text[:200]!r}, expected a {answer.__name__}",
                 where=path,
@@ -121,7 +126,7 @@ class Agents:
             parts = urlsplit(entry)
             if parts.scheme not in ("http", "https", "dns") or not parts.hostname or not parts.port:
                 raise BadConfig(f"COLCHIS_ENGINES has '{entry}': expected http://HOST:PORT or dns://NAME:PORT")
-        self._client = httpx.AsyncClient(limits=httpx.Limits(max_connections=None))
+        self._client = pool_client()
 
     @classmethod
     def from_environment(cls) -> Self:
@@ -317,11 +322,10 @@ async def _everywhere(
     async def at(agent: AgentClient) -> BoundaryRecord:
         started_at, started = now(), time.monotonic()
         proof = await _patiently(lambda left_s: work(agent, left_s), deadline)
-        status = await _patiently(lambda _: agent.status(), deadline)
         return BoundaryRecord(
             boundary=boundary,
             name=boundary.name.lower(),
-            engine=status.engine_id,
+            engine=agent.engine_id,
             run=manifest.run,
             version=manifest.version,
             ok=True,

@@ -5,8 +5,8 @@
     GET  /live      200                     POST /activate  Activate -> Activated
     GET  /metrics   Prometheus text         POST /probe     Probe    -> Probed
 
-A refusal is a `Refusal` with the status of its class (`STATUS_OF`), so that the client raises the error that the agent
-raised.
+Every answer names the engine in the header `x-colchis-engine`. A refusal is a `Refusal` with the status of its class
+(`STATUS_OF`), so that the client raises the error that the agent raised.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from colchis.components.errors import BadConfig, BadData, Bug, ColchisError, PeerUnavailable, Temporary
+
+ENGINE_HEADER = "x-colchis-engine"
 
 STATUS_OF: dict[type[ColchisError], int] = {
     BadData: 422,

@@ -20,6 +20,7 @@ from colchis.components.records.boundary import Boundary
 from colchis.components.records.run import Serving
 from colchis.components.records.weights import TensorEntry, WeightsManifest, weights_digest
 from colchis.components.store import Store, StoreSettings, keys
+from colchis.components.store.record import sealed
 from colchis.components.weights import (
     Agents,
     activate_all,
@@ -218,11 +219,13 @@ def test_bad_versions_are_refused_while_the_old_one_serves(
     write_weights(tmp_path / "model.safetensors", incomplete)
     publish_version(store, tmp_path, model=versions.model, version=5, run=versions.run)
     refused(5, "tensors are missing")
-    # a manifest that was damaged, and one that leaves the folder
-    document = json.loads(read_manifest(store, versions.run, 1).to_bytes())
+    # a manifest that contradicts itself, and one that was damaged
+    document = read_manifest(store, versions.run, 1).model_dump(mode="json") | {"version": 6}
     document["tensors"][0]["shape"] = [1]
-    store.put(keys.weights_manifest(versions.run, 6), json.dumps({**document, "version": 6}).encode())
+    store.put(keys.weights_manifest(versions.run, 6), sealed(document))
     refused(6, "weights_digest")
+    store.put(keys.weights_manifest(versions.run, 6), sealed(document).replace(b"6", b"7"))
+    refused(6, "the content has sha256")
     assert not list((agent.staging / "versions").rglob("*.filling"))
 
 

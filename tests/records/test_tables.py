@@ -10,7 +10,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from colchis.components.errors import BadData
-from colchis.components.records import rows as rows_record
 from colchis.components.records import trajectories, verdicts
 from colchis.components.records.rows import Row, Rows, Split
 from colchis.components.records.trajectories import Segment, SegmentKind, Trajectory, VersionSpan
@@ -147,19 +146,27 @@ def test_verdict_with_unknown_reason_is_refused_on_reading():
         verdicts.from_parquet(_rewrite(data, lambda t: _with(t, "reason", pa.array(["shrug"]))))
 
 
-def test_rows_round_trip_and_digest_is_of_the_content():
-    rows = Rows((Row(0, "1+1=", "2", metadata={"b": [1], "a": "ü"}), Row(1, "2+2=", "4", Split.HELDOUT)))
-    again = rows_record.from_parquet(rows_record.to_parquet(rows))
+def test_rows_round_trip():
+    """Fault: a row that comes back as another one, or metadata that is lost."""
+    first, second = Row(0, "1+1=", "2", metadata={"b": [1], "a": "ü"}), Row(1, "2+2=", "4", Split.HELDOUT)
+    rows = Rows([first, second])
+    again = Rows.from_parquet(rows.to_parquet())
+    assert list(again) == [first, second]
     assert again == rows
-    assert again.digest() == rows.digest()
-    other = Rows((Row(0, "1+1=", "3", metadata={"b": [1], "a": "ü"}), rows[1]))
-    assert other.digest() != rows.digest()
-    changed = _rewrite(
-        rows_record.to_parquet(rows),
-        lambda t: _with(t, "answer", pa.array(["3", "4"])).replace_schema_metadata(t.schema.metadata),
-    )
-    with pytest.raises(BadData, match="digest"):
-        rows_record.from_parquet(changed)
+    assert again.indices(Split.HELDOUT) == [1]
+    assert Rows([first, dataclasses.replace(second, answer="5")]) != rows
+
+
+def test_rows_of_a_file_are_checked_like_new_ones():
+    """Fault: a table written by something else, which positions or splits of another run are read from."""
+    data = Rows([Row(0, "a", "1"), Row(1, "b", "1", Split.HELDOUT)]).to_parquet()
+    with pytest.raises(BadData, match=r"row 1: index is 5 \[here\]"):
+        Rows.from_parquet(_rewrite(data, lambda t: _with(t, "index", pa.array([0, 5]))), source="here")
+    with pytest.raises(BadData, match="'test' is none of train, heldout"):
+        Rows.from_parquet(_rewrite(data, lambda t: _with(t, "split", pa.array(["train", "test"]))))
+    damaged = Rows.from_parquet(_rewrite(data, lambda t: _with(t, "metadata", pa.array(["{}", "{"]))))
+    with pytest.raises(BadData, match="row 1: metadata is not JSON"):
+        damaged[1]
 
 
 def test_rows_refuse_duplicate_prompts_and_an_empty_split():
@@ -170,3 +177,5 @@ def test_rows_refuse_duplicate_prompts_and_an_empty_split():
         Rows((Row(0, "a", "1"),))
     with pytest.raises(BadData, match="index is 7"):
         Rows((Row(7, "a", "1"),))
+    with pytest.raises(BadData, match="row 0: the prompt is empty"):
+        Rows((Row(0, "", "1"),))

@@ -134,7 +134,7 @@ def _first(errors: BaseExceptionGroup[ColchisError]) -> ColchisError:
 def _pause_s(failures: int, *, outage: bool) -> float:
     """Exponential, with jitter; after outages at least half of it, so that the tries are not used up in a moment."""
     longest_s = LONGEST_OUTAGE_PAUSE_S if outage else LONGEST_PAUSE_S
-    return random.uniform(0.5 if outage else 0.0, 1.0) * min(longest_s, 0.1 * 2**failures)
+    return random.uniform(0.5 if outage else 0.0, 1.0) * min(longest_s, 0.1 * 2.0**failures)
 
 
 class _Rollout:

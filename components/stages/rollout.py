@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import nullcontext
 from dataclasses import asdict
 
 import click
 
 from colchis.components.config import RunConfig
 from colchis.components.environments import open_environment
-from colchis.components.grader import grade
+from colchis.components.grader import Grader
 from colchis.components.logs import event
 from colchis.components.records import trajectories as trajectory_records
 from colchis.components.records import verdicts as verdict_records
@@ -49,18 +50,18 @@ def generate_shard(stage: Stage, admission: Admission, shard: int) -> None:
     """Make what earlier attempts of this shard have not stored yet, and commit the whole."""
     watch, config = Stopwatch(), stage.config
     attempt = stage.attempt(admission.iteration, "rollout", shard)
-    parts = Parts(stage, config, attempt)
     wanted = admission.shard_groups(shard)
-    done = parts.adopt_earlier(admission, {g for g, _ in wanted})
-    groups = [PromptGroup(group=g, row=stage.rows[row]) for g, row in wanted if g not in done]
     progress = Progress(len(wanted))
-    progress.advance(len(done))
+    with scratch() as folder, Grader(config) if config.grader.placement == "inline" else nullcontext() as grader:
+        parts = Parts(stage, config, attempt, grader)
 
-    def store_group(samples: list[Trajectory]) -> None:
-        parts.add(samples)
-        progress.advance()
+        def store_group(samples: list[Trajectory]) -> None:
+            parts.add(samples)
+            progress.advance()
 
-    with scratch() as folder:
+        done = parts.adopt_earlier(admission, {g for g, _ in wanted})
+        progress.advance(len(done))
+        groups = [PromptGroup(group=g, row=stage.rows[row]) for g, row in wanted if g not in done]
         tokenizer = stage.tokenizer(folder)
         environment = open_environment(config.environment)
         engines = Engines.from_environment()
@@ -103,10 +104,10 @@ def generate_shard(stage: Stage, admission: Admission, shard: int) -> None:
 
 
 class Parts:
-    """The trajectories (and inline verdicts) of a shard, stored in parts as groups finish."""
+    """The trajectories of a shard, and their verdicts when there is a grader here, stored in parts as groups finish."""
 
-    def __init__(self, stage: Stage, config: RunConfig, attempt: Attempt) -> None:
-        self.stage, self.config, self.attempt = stage, config, attempt
+    def __init__(self, stage: Stage, config: RunConfig, attempt: Attempt, grader: Grader | None) -> None:
+        self.stage, self.config, self.attempt, self.grader = stage, config, attempt, grader
         self.samples = self.tokens = 0
         self.grade_seconds = 0.0
         self._waiting: list[list[Trajectory]] = []
@@ -147,9 +148,9 @@ class Parts:
         name = f"{self._number:04d}.parquet"
         self._number += 1
         self.attempt.put(f"trajectories-{name}", trajectory_records.to_parquet(samples))
-        if self.config.grader.placement == "inline":
+        if self.grader is not None:
             watch = Stopwatch()
-            verdicts = grade(self.config, samples, self.stage.rows)
+            verdicts = self.grader.grade(samples, self.stage.rows)
             self.grade_seconds += watch.seconds
             self.attempt.put(f"verdicts-{name}", verdict_records.to_parquet(verdicts))
         self.samples += len(samples)

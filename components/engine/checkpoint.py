@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from colchis.components.engine.architecture import Architecture, read_architecture
+from colchis.components.engine.weights import Assembly
 from colchis.components.errors import BadData
 
 FLOAT_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
@@ -28,7 +29,8 @@ class Checkpoint:
     folder: Path
     config: dict[str, Any]
     architecture: Architecture
-    tensors: dict[str, torch.Tensor]
+    assembly: Assembly | None
+    """The weights of a static family, complete."""
     eos_token_ids: frozenset[int]
 
 
@@ -86,7 +88,12 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 
 def _read_file(
-    path: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, found: dict[str, torch.Tensor], tied: bool
+    path: Path,
+    shapes: dict[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    found: dict[str, torch.Tensor],
+    tied: bool,
+    assembly: Assembly | None,
 ) -> None:
     """Adds the tensors of one file to `found`, checking name, shape, dtype and that every value is finite."""
     try:
@@ -109,13 +116,16 @@ def _read_file(
                     )
                 if tensor.dtype not in FLOAT_DTYPES:
                     raise BadData(f"tensor {name} has dtype {tensor.dtype}, expected a float", where=str(path))
-                # copy=True: the engine must outlive the file, which the next update replaces.
-                found[name] = tensor.to(dtype, copy=True)
+                # A copy: the engine must outlive the file, which the next update replaces.
+                place = assembly.place(name) if assembly else None
+                found[name] = tensor.to(dtype, copy=True) if place is None else place.copy_(tensor)
                 # The sum is finite unless an element is not, or the sum itself overflows: then look closely.
                 if not torch.isfinite(found[name].sum()) and not bool(torch.isfinite(found[name]).all()):
                     raise BadData(
                         f"tensor {name} holds NaN or Inf (read as {tensor.dtype}, served as {dtype})", where=str(path)
                     )
+                if assembly is not None and place is not None:
+                    assembly.filled(name)
     except (SafetensorError, OSError) as error:
         raise BadData(
             f"{path.name} is truncated or is no safetensors file: {error}", where=str(path), hint="fetch it again"
@@ -123,15 +133,21 @@ def _read_file(
 
 
 def read_tensors(
-    folder: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, *, tied: bool
+    folder: Path,
+    shapes: dict[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    *,
+    tied: bool,
+    assembly: Assembly | None = None,
 ) -> dict[str, torch.Tensor]:
-    """All tensors of the checkpoint, in fresh memory. `shapes` is the complete list of what must be there.
+    """All tensors of the checkpoint, in fresh memory or in their places of `assembly`. `shapes` is the complete list of
+    what must be there.
 
     A tied checkpoint may carry `lm_head.weight` when it equals the embedding.
     """
     found: dict[str, torch.Tensor] = {}
     for path in weight_files(folder):
-        _read_file(path, shapes, dtype, found, tied)
+        _read_file(path, shapes, dtype, found, tied, assembly)
     missing = sorted(shapes.keys() - found.keys())
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -160,5 +176,8 @@ def read_checkpoint(
             where=str(folder / "config.json"),
             hint="start a new engine for another model",
         )
-    tensors = read_tensors(folder, architecture.tensors(), dtype, tied=architecture.tied) if architecture.static else {}
-    return Checkpoint(folder, config, architecture, tensors, eos_token_ids(folder, config))
+    assembly = None
+    if architecture.static:
+        assembly = Assembly(architecture, dtype)
+        read_tensors(folder, architecture.tensors(), dtype, tied=architecture.tied, assembly=assembly)
+    return Checkpoint(folder, config, architecture, assembly, eos_token_ids(folder, config))

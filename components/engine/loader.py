@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from colchis.components.engine.fallback import TransformersDecoder, load_transfo
 from colchis.components.engine.invariance import find_quantum, find_windows
 from colchis.components.engine.settings import EngineSettings
 from colchis.components.engine.text import Text
-from colchis.components.engine.weights import StaticWeights, fuse
+from colchis.components.engine.weights import StaticWeights
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Serving:
     tokenizer: Tokenizer | None
     decoder: Decoder
     swap: Callable[[], None]
+    checksums: dict[str, Future[str]] | None
+    """Of the tensors as they were loaded; None where they are hashed only when somebody asks."""
 
 
 def load(folder: Path, settings: EngineSettings, current: Serving | None, text: Text) -> Serving:
@@ -46,8 +49,9 @@ def load(folder: Path, settings: EngineSettings, current: Serving | None, text: 
     if tokenizer is None and current is not None:
         tokenizer = current.tokenizer
     decoder: Decoder
-    if checkpoint.architecture.static:
-        weights = fuse(checkpoint.architecture, checkpoint.tensors)
+    checksums: dict[str, Future[str]] | None = None
+    if checkpoint.assembly is not None:
+        weights, checksums = checkpoint.assembly.weights(), checkpoint.assembly.checksums
         if current is not None and isinstance(current.decoder, StaticDecoder):
             decoder = current.decoder
         else:
@@ -75,6 +79,7 @@ def load(folder: Path, settings: EngineSettings, current: Serving | None, text: 
         tokenizer,
         decoder,
         swap,
+        checksums,
     )
 
 

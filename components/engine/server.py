@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Annotated, Any, Literal
 
-import torch
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
@@ -21,7 +20,6 @@ from colchis.components.engine.generate_route import GenerateRoute
 from colchis.components.engine.sample import Sample
 from colchis.components.engine.scheduler import PauseMode
 from colchis.components.engine.service import Body, Engine, UpdateFromDisk, refusal
-from colchis.components.engine.weights import tensor_checksum
 from colchis.components.errors import BadData, ColchisError, PeerUnavailable
 
 log = logging.getLogger(__name__)
@@ -190,19 +188,7 @@ def _weight_routes(app: FastAPI, engine: Engine) -> None:
 
     @app.api_route("/weights_checker", methods=["GET", "POST"])
     async def check(body: CheckWeights | None = None) -> dict[str, Any]:
-        skip = (body.skip_tensor_list if body else None) or []
-        serving = engine.require_model()
-
-        def named() -> list[tuple[str, torch.Tensor]]:
-            return [
-                (name, tensor)
-                for name, tensor in serving.decoder.named_tensors()
-                if not any(part in name for part in skip)
-            ]
-
-        # The references are taken between two steps; an update later replaces tensors, it never writes into them.
-        tensors = await engine.in_scheduler(scheduler.call(named))
-        checksums = await asyncio.to_thread(lambda: {name: tensor_checksum(tensor) for name, tensor in tensors})
+        checksums = await engine.checksums((body.skip_tensor_list if body else None) or [])
         digest = hashlib.sha256()
         for name in sorted(checksums):
             digest.update(name.encode() + checksums[name].encode())

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import torch
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict
 
@@ -22,6 +23,7 @@ from colchis.components.engine.sample import Sample
 from colchis.components.engine.scheduler import Scheduler
 from colchis.components.engine.settings import EngineSettings
 from colchis.components.engine.text import Text
+from colchis.components.engine.weights import checksums
 from colchis.components.errors import BadData, ColchisError, PeerUnavailable
 
 log = logging.getLogger(__name__)
@@ -67,6 +69,8 @@ class Engine:
         self.counters = Counters()
         self.text = Text()
         self.serving: Serving | None = None
+        self.fresh_checksums: dict[str, Future[str]] | None = None
+        """Of the last load, hashed while it was reading; they answer one question, all others are answered anew."""
         self.update_lock = asyncio.Lock()
         self.waiters: dict[int, Waiter] = {}
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -125,6 +129,21 @@ class Engine:
             )
         return self.serving
 
+    async def checksums(self, skip: list[str]) -> dict[str, str]:
+        """By name, of the tensors that serve now, less those whose name contains one of `skip`."""
+        serving = self.require_model()
+
+        def take() -> tuple[list[tuple[str, torch.Tensor]], dict[str, Future[str]] | None]:
+            named = [(n, t) for n, t in serving.decoder.named_tensors() if not any(part in n for part in skip)]
+            fresh, self.fresh_checksums = self.fresh_checksums, None
+            return named, fresh
+
+        # The references are taken between two steps; an update later replaces tensors, it never writes into them.
+        named, fresh = await self.in_scheduler(self.scheduler.call(take))
+        if fresh is None:
+            return await asyncio.to_thread(checksums, named)
+        return {name: await asyncio.wrap_future(fresh[name]) for name, _ in named}
+
     async def update_from_disk(self, body: UpdateFromDisk) -> str:
         """Reads and checks beside the running model, then swaps between two steps. Returns the message."""
         started = time.perf_counter()
@@ -138,6 +157,7 @@ class Engine:
             def install() -> None:
                 self.scheduler.install(fresh.decoder, fresh.swap, version, flush=body.flush_cache)
                 self.serving, self.text.tokenizer = fresh, fresh.tokenizer
+                self.fresh_checksums = fresh.checksums
 
             if body.abort_all_requests:
                 self.scheduler.post(lambda: _discard(self.scheduler, None, "aborted by a weight update"))

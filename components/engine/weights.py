@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -68,41 +70,102 @@ class StaticWeights:
             yield "lm_head.weight", self.head
 
 
-def fuse(architecture: Architecture, tensors: Mapping[str, torch.Tensor]) -> StaticWeights:
-    """Builds the fused tensors from a checkpoint's (names as in `Architecture.tensors`)."""
+class Assembly:
+    """The fused tensors of a model that is being read: each of the checkpoint's tensors is copied to its place once.
 
-    def linear(prefix: str, *names: str) -> Linear:
-        weights = [tensors[f"{prefix}{name}.weight"] for name in names]
-        biases = [tensors[f"{prefix}{name}.bias"] for name in names if f"{prefix}{name}.bias" in tensors]
-        return Linear(torch.cat(weights).contiguous(), torch.cat(biases) if biases else None)
+    A fused tensor is hashed as soon as it is whole, in other threads, while the rest is still being read: of a large
+    model the hashes take as long as the reading, and an engine is paused for both.
+    """
 
-    layers = []
-    for index in range(architecture.layers):
-        prefix = f"model.layers.{index}."
-        attention = f"{prefix}self_attn."
-        layers.append(
-            Layer(
-                input_norm=tensors[f"{prefix}input_layernorm.weight"],
-                qkv=linear(attention, "q_proj", "k_proj", "v_proj"),
-                q_norm=tensors.get(f"{attention}q_norm.weight"),
-                k_norm=tensors.get(f"{attention}k_norm.weight"),
-                o=linear(attention, "o_proj"),
-                post_norm=tensors[f"{prefix}post_attention_layernorm.weight"],
-                gate_up=linear(f"{prefix}mlp.", "gate_proj", "up_proj"),
-                down=linear(f"{prefix}mlp.", "down_proj"),
+    def __init__(self, architecture: Architecture, dtype: torch.dtype) -> None:
+        self.architecture = architecture
+        self.checksums: dict[str, Future[str]] = {}
+        """By fused name; complete when every tensor is filled."""
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._places: dict[str, torch.Tensor] = {}
+        self._owners: dict[str, str] = {}
+        self._open: dict[str, int] = {}
+        shapes = architecture.tensors()
+        parts: dict[str, list[str]] = {}
+        for name in shapes:
+            parts.setdefault(_fused_name(name), []).append(name)
+        for owner, names in parts.items():
+            ordered = sorted(names, key=_place_in_stack)
+            rows = [shapes[name][0] for name in ordered]
+            whole = torch.empty(sum(rows), *shapes[ordered[0]][1:], dtype=dtype)
+            self._tensors[owner], self._open[owner] = whole, len(names)
+            for name, place in zip(ordered, torch.split(whole, rows), strict=True):
+                self._places[name], self._owners[name] = place, owner
+
+    def place(self, name: str) -> torch.Tensor | None:
+        """Where a tensor of the checkpoint goes; None for one that the model does not hold (a tied head)."""
+        return self._places.get(name)
+
+    def filled(self, name: str) -> None:
+        """The tensor is in its place."""
+        owner = self._owners[name]
+        self._open[owner] -= 1
+        if not self._open[owner]:
+            self.checksums[owner] = _HASHERS.submit(tensor_checksum, self._tensors[owner])
+
+    def weights(self) -> StaticWeights:
+        """Call it when every tensor is filled."""
+        tensors = self._tensors
+
+        def linear(name: str) -> Linear:
+            return Linear(tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
+
+        layers = []
+        for index in range(self.architecture.layers):
+            prefix = f"model.layers.{index}."
+            layers.append(
+                Layer(
+                    input_norm=tensors[f"{prefix}input_layernorm.weight"],
+                    qkv=linear(f"{prefix}self_attn.qkv_proj"),
+                    q_norm=tensors.get(f"{prefix}self_attn.q_norm.weight"),
+                    k_norm=tensors.get(f"{prefix}self_attn.k_norm.weight"),
+                    o=linear(f"{prefix}self_attn.o_proj"),
+                    post_norm=tensors[f"{prefix}post_attention_layernorm.weight"],
+                    gate_up=linear(f"{prefix}mlp.gate_up_proj"),
+                    down=linear(f"{prefix}mlp.down_proj"),
+                )
             )
+        embed = tensors["model.embed_tokens.weight"]
+        return StaticWeights(
+            architecture=self.architecture,
+            embed=embed,
+            layers=tuple(layers),
+            norm=tensors["model.norm.weight"],
+            head=embed if self.architecture.tied else tensors["lm_head.weight"],
         )
-    embed = tensors["model.embed_tokens.weight"]
-    return StaticWeights(
-        architecture=architecture,
-        embed=embed,
-        layers=tuple(layers),
-        norm=tensors["model.norm.weight"],
-        head=embed if architecture.tied else tensors["lm_head.weight"],
-    )
+
+
+STACKED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} | dict.fromkeys(
+    ("gate_proj", "up_proj"), "gate_up_proj"
+)
+"""Projection -> the fused one, in the order of its rows."""
+
+
+def _fused_name(name: str) -> str:
+    """`model.layers.0.self_attn.q_proj.weight` -> `model.layers.0.self_attn.qkv_proj.weight`; most names are their own."""
+    *module, projection, kind = name.split(".")
+    return ".".join([*module, STACKED.get(projection, projection), kind])
+
+
+def _place_in_stack(name: str) -> int:
+    projection = name.split(".")[-2]
+    return list(STACKED).index(projection) if projection in STACKED else 0
 
 
 def tensor_checksum(tensor: torch.Tensor) -> str:
     """First 8 bytes, in hex, of sha256 over the tensor's raw bytes: what SGLang 0.5.23 answers on a CPU."""
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return hashlib.sha256(raw).hexdigest()[:16]
+
+
+_HASHERS = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="checksum")
+
+
+def checksums(tensors: Sequence[tuple[str, torch.Tensor]]) -> dict[str, str]:
+    """Checksums by name, hashed side by side."""
+    return dict(zip([name for name, _ in tensors], _HASHERS.map(tensor_checksum, [t for _, t in tensors]), strict=True))

@@ -226,3 +226,6 @@ def test_checksums_are_those_predicted_from_the_checkpoint(engine: EngineProcess
         assert served["model.embed_tokens.weight"] == predicted("model.embed_tokens.weight")
         assert "lm_head.weight" not in served
         assert len(served) == 2 * 7 + 2
+        # the first answer was hashed during the load, this one is of what serves
+        again = engine.client.post("/weights_checker", json={"action": "checksum"}).json()["ranks"][0]["checksums"]
+        assert again == served

@@ -1,4 +1,4 @@
-"""Real SGLang on a CPU with a real agent and a real store. Needs `make sglang`; starting the server takes a minute."""
+"""Real SGLang on a CPU with a real agent and a real store. Needs `make test-sglang`; starting the server takes a minute."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from colchis.components.store import Store
 from colchis.workflows.local.services import Child, free_port
 from colchis.workflows.local.weed import Weed
 from tests.agent.conftest import AgentProcess, Versions
+from tests.run.conftest import model
+
+__all__ = ["model", "sglang"]
 
 START_S = 400.0
 
@@ -47,7 +50,7 @@ class Sglang:
 @pytest.fixture(scope="session")
 def sglang(weed: Weed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sglang]:
     if environment.find() is None:
-        pytest.skip("the environment of SGLang has not been built: run `make sglang`")
+        pytest.skip("the environment of SGLang has not been built: run `make test-sglang`")
     folder: Path = tmp_path_factory.mktemp("sglang")
     settings = replace(weed.settings, bucket=f"sglang-{uuid.uuid4().hex[:16]}")
     store = Store(settings)

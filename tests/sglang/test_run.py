@@ -1,0 +1,39 @@
+"""`colchis run --engine sglang`: the manifests that a laptop interprets, with real SGLang servers in the pool."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from colchis.components.engine.sglang_cpu import environment
+from colchis.components.store import StageKey, Store, keys, read_commit
+from colchis.workflows.local.weed import Weed
+from tests.run.conftest import make_project
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
+
+
+def test_two_iterations(model: Path, tmp_path: Path) -> None:
+    """Catches a pool that does not start, tokens under a wrong version, and weights that are not the trainer's."""
+    if environment.find() is None:
+        pytest.skip("the environment of SGLang has not been built: run `make test-sglang`")
+    project = make_project(model, tmp_path)
+    done = project.run("--engine", "sglang", "--engines", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    summaries = project.status()["summaries"]
+    assert [s["version"] for s in summaries] == [1, 2]
+    with Weed(project.home / "store") as weed:
+        store = Store(weed.settings)
+        serving = json.loads(store.get(keys.serving("r")).data)
+        assert (serving["version"], serving["engines"]) == (2, ["main-0"])
+        for iteration in (0, 1):
+            assert read_commit(store, StageKey("r", iteration, "batch")).outputs["decision"] == "trainable"
+            reload = read_commit(store, StageKey("r", iteration, "reload"))
+            records = {p.name: json.loads(store.get(p.key).data)["records"] for p in reload.payload}
+            (load,), (cache,) = records["load.json"], records["cache.json"]
+            assert (load["version"], load["ok"], load["proof"]["checksums_equal"]) == (iteration + 1, True, True)
+            assert cache["proof"]["max_gap"] < 1e-4
+            # sampled by SGLang, and computed again by the trainer
+            assert json.loads(store.get(keys.summary("r", iteration)).data)["metrics"]["gap_mean"] < 1e-5

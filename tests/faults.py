@@ -21,7 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any, Literal
 
-Action = Literal["reset", "delay", "status", "swallow", "truncate", "corrupt"]
+Action = Literal["reset", "delay", "status", "swallow", "truncate", "corrupt", "cut"]
 BLOCK_BYTES = 64 << 10
 
 
@@ -32,10 +32,11 @@ class Fault:
     `reset`: the connection is reset before the server sees anything. `delay`: forwarded after `seconds`.
     `status`: answered with `status` and an S3 error body, not forwarded. `swallow`: forwarded, the reply is thrown away
     and the connection reset. `truncate`: the first half of the reply's body, then a reset. `corrupt`: one bit of the
-    reply's body is flipped.
+    reply's body is flipped. `cut`: the server gets the first half of the request's body, then the connection is reset.
     """
 
     method: str
+    """`*` is any."""
     path: str
     """Regular expression, searched in path and query."""
     action: Action
@@ -46,10 +47,16 @@ class Fault:
     seconds: float = 0.0
     status: int = 503
     code: str = "SlowDown"
+    body: str | None = None
+    """Regular expression, searched in the request's body as well."""
     before: Callable[[], None] | None = None
-    """Called when it applies, e.g. to change something in the server first."""
+    """Called when it applies, e.g. to change something in the server first; a `cut` calls it after the first half."""
+    after: Callable[[], None] | None = None
+    """Called when the server has answered, before the reply goes on."""
     added_s: float = field(default_factory=time.monotonic)
     applied: int = 0
+    struck: threading.Event = field(default_factory=threading.Event)
+    """Set when it has applied for the first time, `before` and `after` included."""
 
 
 class FaultProxy:
@@ -83,11 +90,13 @@ class FaultProxy:
         """How many requests of this method matched `path`."""
         return sum(1 for m, p in self.seen if m == method and re.search(path, p))
 
-    def match(self, method: str, path: str) -> Fault | None:
+    def match(self, method: str, path: str, body: Callable[[], bytes]) -> Fault | None:
         with self._lock:
             self.seen.append((method, path))
             for fault in self._faults:
-                if fault.method != method or not re.search(fault.path, path):
+                if fault.method not in (method, "*") or not re.search(fault.path, path):
+                    continue
+                if fault.body is not None and not re.search(fault.body.encode(), body()):
                     continue
                 if fault.until_s is not None:
                     if time.monotonic() - fault.added_s >= fault.until_s:
@@ -122,8 +131,16 @@ class _Handler(BaseHTTPRequestHandler):
     owner: FaultProxy
 
     def _serve(self) -> None:
-        fault = self.owner.match(self.command, self.path)
-        if fault and fault.before:
+        self._read: bytes | None = None
+        fault = self.owner.match(self.command, self.path, self._body)
+        try:
+            self._forward(fault)
+        finally:
+            if fault:
+                fault.struck.set()
+
+    def _forward(self, fault: Fault | None) -> None:
+        if fault and fault.before and fault.action != "cut":
             fault.before()
         if fault and fault.action == "reset":
             return self._reset()
@@ -145,6 +162,11 @@ class _Handler(BaseHTTPRequestHandler):
                     connection.putheader(name, value)
             if body or self.command in ("PUT", "POST"):
                 connection.putheader("Content-Length", str(len(body)))
+            if fault and fault.action == "cut":
+                connection.endheaders(body[: len(body) // 2])
+                if fault.before:
+                    fault.before()
+                return self._reset()
             connection.endheaders(body or None)
             return self._answer(connection.getresponse(), fault)
         except OSError:
@@ -155,6 +177,11 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _serve  # noqa: N815
 
     def _body(self) -> bytes:
+        if self._read is None:
+            self._read = self._read_body()
+        return self._read
+
+    def _read_body(self) -> bytes:
         if self.headers.get("Transfer-Encoding", "").lower() == "chunked":
             blocks = []
             while size := int(self.rfile.readline().split(b";")[0], 16):
@@ -166,6 +193,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, response: HTTPResponse, fault: Fault | None) -> None:
         body = response.read()
+        if fault and fault.after:
+            fault.after()
         if fault and fault.action == "swallow":
             return self._reset()
         length = response.getheader("Content-Length") if self.command == "HEAD" else str(len(body))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from colchis.workflows.local.interpreter import WorkflowResult
 from colchis.workflows.runs import LocalRun, run_locally
 
 STAGES = ("rollout", "grade", "batch", "train", "reload")
+CONTAINER_CODE = re.compile(r"\(exit code (\d+)\)")
 
 
 def follow(run: LocalRun, *, as_json: bool = False) -> int:
@@ -46,6 +48,8 @@ def exit_code(result: WorkflowResult, logs: Path) -> int:
     if said is not None and said.exit_code:
         return said.exit_code
     codes = [int(n["outputs"]["exitCode"]) for n in result.nodes.values() if (n.get("outputs") or {}).get("exitCode")]
+    # a container of a set has its code in its message only, as under a controller
+    codes += [int(code) for n in result.nodes.values() for code in CONTAINER_CODE.findall(n.get("message") or "")]
     return next((code for code in codes if code not in (0, 64)), Bug.exit_code)
 
 
@@ -111,6 +115,8 @@ class Board:
                     self._show_closed()
                 if event.phase in ("Failed", "Error") and event.type == "Pod":
                     self._show_failure(event)
+                elif event.phase == "Failed" and event.type == "Container":  # its pod names only `main`, which waited
+                    self.console.print(f"[red]{event.node}[/red] {event.phase}: {event.message}", soft_wrap=True)
             case _:
                 return
 

@@ -96,8 +96,10 @@ def command(stage: Stage, template: str, start: str, sections: tuple[str, ...]) 
         iterations=record.config.loop.iterations,
     )
     config = record.config
+    serving = stage.serving()
     stage.write(
-        version=open_iteration,
+        # a reload that ended between serving.json and the summary has moved the run on: what is declared never goes back
+        version=max(open_iteration, serving.version if serving else 0),
         first=w.first,
         count=w.count,
         next=w.next,

@@ -8,7 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,7 @@ import pytest
 
 from colchis.components.store import Store, StoreSettings
 from colchis.workflows.local.weed import Weed
-
-DEADLINE_S = 400.0
-"""Longest time for one command: a loaded machine may need a minute to import torch."""
+from tests.run.kept import DEADLINE_S, Account, Guest, Services, keep_services
 
 CONFIG = """
 model: {source: "file:model"}
@@ -56,11 +55,11 @@ class Project:
         """`colchis run` of this project."""
         return self.colchis("run", str(self.folder / "run.yaml"), "--run", "r", *args)
 
-    def start(self, *args: str) -> subprocess.Popen[str]:
-        """`colchis run` in the background, in a process group of its own."""
+    def start(self, *args: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+        """`colchis run` in the background, in a process group of its own, with `environment` added."""
         return subprocess.Popen(
             self.command("run", str(self.folder / "run.yaml"), "--run", "r", *args),
-            env=self.environment,
+            env={**self.environment, **(environment or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -159,3 +158,33 @@ def descendants(pid: int) -> dict[int, str]:
 
 def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="session")
+def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
+    """One store and two engines for all tests that break them from outside; `guest` makes them whole again."""
+    with keep_services(tmp_path_factory.mktemp("kept")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def calm(services: Services, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Account:
+    """What an undisturbed run of the same configuration comes to."""
+    guest = Guest(services, make_project(model, tmp_path_factory.mktemp("calm")), "calm")
+    guest.announce()
+    code, said = guest.finish()
+    assert code == 0, said
+    account = Account.of(services.store, "calm")
+    assert len(account.digests) == 2
+    assert len(account.trajectories) == 32
+    return account
+
+
+@pytest.fixture
+def guest(services: Services, calm: Account, project: Project) -> Iterator[Guest]:
+    """A run that has not begun, on services that are whole."""
+    services.repair()
+    guest = Guest(services, project, f"r-{uuid.uuid4().hex[:8]}")
+    guest.announce()
+    yield guest
+    guest.close()

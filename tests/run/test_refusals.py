@@ -119,6 +119,35 @@ def test_unreadable_commit_is_refused_by_name(stages: Stages) -> None:
         assert stages.store.find(TRAIN.commit) is None
 
 
+@contextmanager
+def changed(store: Store, key: str, output: str) -> Iterator[None]:
+    """The document is still JSON and still valid, but one of its outputs says something else."""
+    body = store.get(key).data
+    document = json.loads(body)
+    before = document["outputs"][output]
+    document["outputs"][output] = (before[::-1] + "x") if isinstance(before, str) else before + 1
+    store.put(key, json.dumps(document).encode())
+    try:
+        yield
+    finally:
+        store.put(key, body)
+
+
+@pytest.mark.parametrize(
+    ("reader", "writer", "output"),
+    [(TRAIN, BATCH, "decision"), (BATCH, ROLLOUT, "tokens"), (TRAIN, TRAINED_BEFORE, "version")],
+    ids=["batch", "rollout", "train"],
+)
+def test_changed_commit_is_refused_by_name(stages: Stages, reader: StageKey, writer: StageKey, output: str) -> None:
+    """Fault: a decision that was edited after it was made, and is believed because it can be read."""
+    store = stages.store
+    with without(store, reader.commit), changed(store, writer.commit, output):
+        code, said = stages.run(reader.stage, "--iteration", "1")
+        assert code == 65, said
+        assert writer.commit in said
+        assert store.find(reader.commit) is None
+
+
 def test_two_processes_train_once(stages: Stages) -> None:
     """Fault: two pods of one stage, two versions of the weights."""
     before = read_commit(stages.store, TRAIN)

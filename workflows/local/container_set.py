@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from colchis.workflows.local.calls import Ended
+from colchis.workflows.local.calls import Ended, EventKind
 from colchis.workflows.local.durations import seconds
 from colchis.workflows.local.nodes import Node, NodeType, Phase
 from colchis.workflows.local.substitution import substitute
@@ -77,6 +77,7 @@ class _Set:
         if self.stopped is not None:
             self._end(name, Ended(STOPPED))
             return
+        self.workflow.emit(EventKind.NODE_STARTED, self.nodes[name])
         ended = await self._attempts(container)
         self.stopped = ended.stopped or self.stopped
         self._end(name, ended)
@@ -85,6 +86,7 @@ class _Set:
         code = self.codes[name] = ended.code
         phase = Phase.SUCCEEDED if code == 0 else Phase.ERROR if code == DEPENDENCY_FAILED else Phase.FAILED
         self.workflow.nodes.mark(self.nodes[name], phase, f"{name}: {ended.message}" if code else "")
+        self.workflow.emit(EventKind.NODE_FINISHED, self.nodes[name])
         self.ended[name].set()
 
     async def _attempts(self, container: Mapping[str, Any]) -> Ended:

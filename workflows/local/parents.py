@@ -182,6 +182,7 @@ class ParentProcess:
         )
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(error)
+            self._ready.exception()  # seen: a parent that is not needed any more may have nobody who waits for it
         for child in self._children.values():
             if not child.started.done():
                 child.started.set_exception(error)

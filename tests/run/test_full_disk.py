@@ -1,0 +1,83 @@
+"""No room where something must be written: a file system of a few kilobytes (root) is filled in the middle of a run."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.faults import Fault
+from tests.run.kept import Account, Guest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[None]:
+    """A file system in memory at `folder`. Skips where nobody may mount one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"a small disk needs the right to mount one: {done.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def grow(folder: Path, size: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,size={size}", str(folder)], check=True)
+
+
+def fill(file: Path) -> None:
+    """Write until nothing more fits."""
+    with file.open("wb", buffering=0) as out:
+        for size in (1 << 20, 1 << 12, 1):
+            try:
+                while True:
+                    out.write(b"\0" * size)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+
+
+def test_engine_without_room_for_a_version_is_named(guest: Guest, calm: Account) -> None:
+    """Fault: an engine that stands idle for want of disk, and a run that tries for ever or hides where room is wanted."""
+    machine = guest.services.machines[0]
+    machine.kill("agent")
+    with small_disk(machine.staging, "64k"):
+        machine.start()
+        code, said = guest.finish()
+        assert code == 78, said
+        assert "boundary 3" in said
+        assert machine.agent_proxy.url in said
+        assert str(machine.staging) in said
+        grow(machine.staging, "64m")
+        code, said = guest.finish()
+        assert code == 0, said
+        assert Account.of(guest.services.store, guest.run) == calm
+        machine.kill("agent")
+
+
+def test_trainer_without_room_says_so_and_the_run_continues(guest: Guest, calm: Account) -> None:
+    """Fault: half an optimiser state that is committed, or a traceback that does not say which disk is full."""
+    folder = guest.stage_folder()
+    with small_disk(folder, "16m"):
+        filler = folder / "filler"
+        fault = guest.services.store_proxy.add(
+            Fault("PUT", "000000/batch/commit.json", "delay", before=lambda: fill(filler))
+        )
+        code, said = guest.finish()
+        assert fault.struck.is_set(), said
+        assert code == 78, said
+        assert "No space left on device" in said
+        assert str(folder) in said
+        filler.unlink()
+        code, said = guest.finish()
+        assert code == 0, said
+    assert Account.of(guest.services.store, guest.run) == calm

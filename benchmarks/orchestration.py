@@ -28,7 +28,8 @@ from colchis.workflows.local.interpreter import Interpreter
 from colchis.workflows.local.parents import WarmLauncher
 from colchis.workflows.local.services import Pool, start_pool
 from colchis.workflows.render import TEMPLATES, read_templates
-from colchis.workflows.runs import pin_files, pool_environment, run_secrets
+from colchis.workflows.request import pin_files
+from colchis.workflows.runs import pool_environment, run_secrets
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "arithmetic" / "run.yaml"
 

@@ -17,7 +17,7 @@ import click
 
 import colchis
 from colchis.components import logs
-from colchis.components.errors import ColchisError
+from colchis.components.errors import ColchisError, no_room
 
 STAGES = {
     "begin": "validate the configuration, create or continue the run, decide the window",
@@ -77,15 +77,22 @@ def main(argv: list[str] | None = None) -> int:
     except click.Abort:
         return 130
     except ColchisError as e:
-        logging.getLogger("colchis").error("%s: %s", type(e).__name__, e, extra={"fields": {"exit": e.exit_code}})
-        return e.exit_code
+        return _say(e)
     except Terminated as e:
         logging.getLogger("colchis").warning("terminated by SIGTERM")
         return int(e.code or 143)
-    except Exception:
+    except Exception as e:
+        if isinstance(e, OSError) and (full := no_room(e)) is not None:
+            return _say(full)
         traceback.print_exc()
         return 70
     return 0
+
+
+def _say(error: ColchisError) -> int:
+    fields = {"exit": error.exit_code}
+    logging.getLogger("colchis").error("%s: %s", type(error).__name__, error, extra={"fields": fields})
+    return error.exit_code
 
 
 if __name__ == "__main__":

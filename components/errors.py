@@ -8,6 +8,9 @@ A message names what failed, where, what was expected and found, and the next th
 
 from __future__ import annotations
 
+import errno
+import tempfile
+
 
 class ColchisError(Exception):
     """Base of every error that Colchis raises on purpose. `exit_code` is what the process ends with."""
@@ -47,3 +50,14 @@ class Bug(ColchisError):
     """An invariant of Colchis itself does not hold (EX_SOFTWARE)."""
 
     exit_code = 70
+
+
+def no_room(error: OSError) -> BadConfig | None:
+    """What a full disk (or quota, or file size limit) means; None for any other error of the system."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return None
+    return BadConfig(
+        f"cannot write: {error.strerror}",
+        where=str(error.filename or tempfile.gettempdir()),
+        hint="give this folder more room (TMPDIR names another one for temporary files), then run the same command again",
+    )

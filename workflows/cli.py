@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
 import colchis
-from colchis.components.errors import ColchisError
-
-CONFIG = click.argument("config", type=click.Path(path_type=Path))
-SET = click.option("--set", "assignments", multiple=True, metavar="SECTION.FIELD=VALUE", help="Override one field.")
-JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
+from colchis.components.errors import ColchisError, no_room
+from colchis.workflows.cluster_commands import COMMANDS
+from colchis.workflows.options import CONFIG, JSON, SET, example
 
 
 class _Cli(click.Group):
@@ -26,22 +22,16 @@ class _Cli(click.Group):
         try:
             return super().invoke(ctx)
         except ColchisError as e:
-            click.echo(f"{click.style('error', fg='red', bold=True)}: {e}", err=True)
-            ctx.exit(e.exit_code)
+            _end(ctx, e)
+        except OSError as e:
+            if (full := no_room(e)) is None:
+                raise
+            _end(ctx, full)
 
 
-def example(text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Put an example below a command's options."""
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def inner(*args: Any, **kwargs: Any) -> Any:
-            return function(*args, **kwargs)
-
-        inner.__doc__ = f"{function.__doc__}\n\n\b\nExample:\n  {text}\n"
-        return inner
-
-    return decorate
+def _end(ctx: click.Context, error: ColchisError) -> NoReturn:
+    click.echo(f"{click.style('error', fg='red', bold=True)}: {error}", err=True)
+    ctx.exit(error.exit_code)
 
 
 @click.group(cls=_Cli, context_settings={"help_option_names": ["-h", "--help"]})
@@ -106,7 +96,8 @@ def run(
     """
     from colchis.workflows.progress import follow
     from colchis.workflows.render import TEMPLATES
-    from colchis.workflows.runs import LocalRun, default_name, load_run
+    from colchis.workflows.request import default_name
+    from colchis.workflows.runs import LocalRun, load_run
 
     local = LocalRun(
         config=load_run(config, assignments),
@@ -218,15 +209,22 @@ def runs(as_json: bool) -> None:
 @main.command()
 @click.argument("run")
 @click.option("--last", default=10, show_default=True, type=click.IntRange(1), help="Iterations to show.")
+@click.option("--watch", is_flag=True, help="Show changes until the run's last iteration is closed.")
 @JSON
 @example("colchis status arithmetic --last 5")
-def status(run: str, last: int, as_json: bool) -> None:
-    """Where a run stands: version, reward, gap, seconds per stage, evaluations."""
+def status(run: str, last: int, watch: bool, as_json: bool) -> None:
+    """Where a run stands: version, reward, gap, seconds per stage, evaluations.
+
+    Reads the store in the COLCHIS_S3_* variables (a cluster's, for example), or the one on this machine.
+    """
     from colchis.components.report import status as read_status
     from colchis.workflows.home import Home, open_store
-    from colchis.workflows.progress import print_status
+    from colchis.workflows.progress import print_status, watch_status
 
     with open_store(Home.find()) as store:
+        if watch and not as_json:
+            watch_status(store, run, last)
+            return
         found = read_status(store, run, last)
     if as_json:
         click.echo(json.dumps(found.to_json()))
@@ -284,7 +282,7 @@ def skip(run: str, iteration: int, reason: str) -> None:
 def upload(path: Path) -> None:
     """Upload a model or data file to the store; prints `input:SHA256` for configurations that pods read."""
     from colchis.workflows.home import Home, open_store
-    from colchis.workflows.runs import upload as upload_path
+    from colchis.workflows.request import upload as upload_path
 
     with open_store(Home.find()) as store:
         click.echo(f"input:{upload_path(store, path)}")
@@ -309,6 +307,10 @@ def reference(check: bool) -> None:
         elif not path.exists() or path.read_text(encoding="utf-8") != text:
             click.echo(f"error: {path} differs from the code; run `colchis reference`", err=True)
             sys.exit(65)
+
+
+for command in COMMANDS:
+    main.add_command(command)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from colchis.workflows.local.interpreter import WorkflowResult
 from colchis.workflows.runs import LocalRun, run_locally
 
 STAGES = ("rollout", "grade", "batch", "train", "reload")
+WATCH_S = 2.0
 CONTAINER_CODE = re.compile(r"\(exit code (\d+)\)")
 
 
@@ -211,23 +212,41 @@ def describe_evaluation(e: Evaluation) -> str:
     return f"v{e.version}: {100 * e.accuracy:.1f} % of {e.prompts} held-out prompts [{100 * e.low:.1f}, {100 * e.high:.1f}]"
 
 
-def print_status(s: Status, *, console: Console | None = None, rows: int = 10) -> None:
+def status_view(s: Status, rows: int = 10) -> Group:
     """A run's state for people."""
+    version = s.serving.version if s.serving else None
+    parts: list[Text | Table] = [
+        Text.from_markup(
+            f"[bold]{s.record.run}[/bold]  {version or 0}/{s.record.config.loop.iterations} iterations, "
+            f"serving {'nothing' if version is None else f'v{version}'}, mode {s.record.config.mode}"
+        )
+    ]
+    if s.summaries:
+        parts.append(table(s.summaries[-rows:]))
+    for alert in sorted({a for summary in s.summaries[-rows:] for a in summary.alerts}):
+        parts.append(Text.assemble(("alert", "yellow"), f" {alert}"))
+    if s.stop:
+        parts.append(Text.assemble(("stopping", "yellow"), f" {s.stop.reason} (asked by {s.stop.by})"))
+    if s.evaluations:
+        parts.append(Text("greedy accuracy, 95 % interval"))
+        parts += [Text(f"  {describe_evaluation(e)}") for e in s.evaluations]
+    return Group(*parts)
+
+
+def print_status(s: Status, *, console: Console | None = None, rows: int = 10) -> None:
+    """Print a run's state."""
     console = console or Console()
     if not console.is_terminal:
         console.width = max(console.width, 140)
-    version = s.serving.version if s.serving else None
-    console.print(
-        f"[bold]{s.record.run}[/bold]  {version or 0}/{s.record.config.loop.iterations} iterations, "
-        f"serving {'nothing' if version is None else f'v{version}'}, mode {s.record.config.mode}"
-    )
-    if s.summaries:
-        console.print(table(s.summaries[-rows:]))
-    for alert in sorted({a for summary in s.summaries[-rows:] for a in summary.alerts}):
-        console.print(f"[yellow]alert[/yellow] {alert}")
-    if s.stop:
-        console.print(f"[yellow]stopping[/yellow] {s.stop.reason} (asked by {s.stop.by})")
-    if s.evaluations:
-        console.print("greedy accuracy, 95 % interval")
-        for e in s.evaluations:
-            console.print(f"  {describe_evaluation(e)}")
+    console.print(status_view(s, rows))
+
+
+def watch_status(store: Store, run: str, rows: int) -> None:
+    """Show a run's state as it changes, until its last iteration is closed, or Ctrl-C."""
+    console = Console()
+    found = status(store, run, rows)
+    with Live(status_view(found, rows), console=console, auto_refresh=False) as live:
+        while (found.serving.version if found.serving else 0) < found.record.config.loop.iterations:
+            time.sleep(WATCH_S)  # a store tells nobody of changes
+            found = status(store, run, rows)
+            live.update(status_view(found, rows), refresh=True)

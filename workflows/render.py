@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from hera.workflows import WorkflowTemplate
 
 from colchis.components.errors import BadConfig
 from colchis.workflows.sync import sync
-from colchis.workflows.templates import Shape
+from colchis.workflows.templates import DIGEST, Shape
 
 MODES: Mapping[str, Callable[[Shape], WorkflowTemplate]] = {"sync": sync}
 
@@ -73,7 +74,9 @@ def render(shapes: Iterable[Shape] | None = None) -> dict[str, str]:
     for shape in shapes if shapes is not None else read_shapes():
         for mode, build in MODES.items():
             template = build(shape).to_dict()
-            files[f"colchis-{mode}-{shape.name}.yaml"] = HEADER + to_yaml(template)
+            text = to_yaml(template)
+            text = text.replace(DIGEST, hashlib.sha256(text.encode()).hexdigest())
+            files[f"colchis-{mode}-{shape.name}.yaml"] = HEADER + text
     return files
 
 

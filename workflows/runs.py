@@ -5,23 +5,21 @@ from __future__ import annotations
 import asyncio
 import getpass
 import os
-import re
-import shutil
 import signal
 import socket
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from colchis.components.config import RunConfig, load, to_parameters
-from colchis.components.errors import BadConfig, BadData
+from colchis.components.config import RunConfig, load
+from colchis.components.errors import BadData
 from colchis.components.records.run import StopWish
 from colchis.components.report import find_summary, known_run
-from colchis.components.store import Attempt, Lease, StageKey, Store, StoreSettings, find_commit, keys, upload_input
+from colchis.components.store import Attempt, Lease, StageKey, Store, StoreSettings, find_commit, keys
 from colchis.workflows.home import Home, start_store
 from colchis.workflows.local.calls import Event
 from colchis.workflows.local.interpreter import Interpreter, WorkflowResult
@@ -29,6 +27,7 @@ from colchis.workflows.local.launcher import Launcher
 from colchis.workflows.local.parents import ExecLauncher, WarmLauncher
 from colchis.workflows.local.services import Pool, start_pool
 from colchis.workflows.render import read_templates
+from colchis.workflows.request import pin_files, workflow
 
 RUN_LEASE_S = 20.0
 """A runner that was killed holds its run for so long; a living one renews three times in that time."""
@@ -49,55 +48,11 @@ class LocalRun:
     manifests: Path
 
 
-def default_name(config: Path) -> str:
-    """The run's name when none is given: the file's, or its folder's when the file is just `run.yaml`."""
-    stem = config.resolve().parent.name if config.stem == "run" else config.stem
-    name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:42]
-    return name or "run"
-
-
-def pin_files(config: RunConfig, source: Path, store: Store) -> RunConfig:
-    """Upload the `file:` inputs of a configuration and name them by content. Paths are relative to `source`'s folder."""
-    document = config.model_dump(mode="json")
-    for section in ("model", "environment"):
-        value = document[section].get("source", "")
-        if not value.startswith("file:"):
-            continue
-        path = (source.resolve().parent / value.removeprefix("file:")).resolve()
-        if not path.exists():
-            raise BadConfig(f"{section}.source: {path} does not exist", where=str(source))
-        document[section]["source"] = f"input:{upload(store, path)}"
-    return RunConfig.model_validate(document)
-
-
-def upload(store: Store, path: Path) -> str:
-    """Digest of a folder, or of one file as a folder of its own, after uploading it."""
-    if path.is_dir():
-        return upload_input(store, path)
-    with tempfile.TemporaryDirectory() as folder:
-        shutil.copyfile(path, Path(folder) / path.name)
-        return upload_input(store, Path(folder))
-
-
 def model_folder(config: RunConfig, source: Path) -> Path | None:
     """The local folder of the base model, for engines that want it at start."""
     if not config.model.source.startswith("file:"):
         return None
     return (source.resolve().parent / config.model.source.removeprefix("file:")).resolve()
-
-
-def workflow(run: LocalRun, config: RunConfig, name: str) -> dict[str, Any]:
-    """The Workflow that starts a run: a reference to the template, and arguments only."""
-    arguments = {"run": run.run, "pool": run.pool, **to_parameters(config)}
-    return {
-        "apiVersion": "argoproj.io/v1alpha1",
-        "kind": "Workflow",
-        "metadata": {"name": name, "labels": {"colchis.dev/run": run.run}},
-        "spec": {
-            "workflowTemplateRef": {"name": f"colchis-{config.mode}-{run.shape}"},
-            "arguments": {"parameters": [{"name": k, "value": v} for k, v in arguments.items()]},
-        },
-    }
 
 
 def run_locally(
@@ -174,7 +129,7 @@ async def _interpret(
 ) -> WorkflowResult:
     launcher: Launcher = ExecLauncher() if run.exec_ else WarmLauncher()
     folder = home.run_folder(run.run)
-    number = 1 + sum(1 for p in folder.glob("workflows/*") if p.is_dir())
+    name = next(n for i in count(1) if not _taken(n := f"{run.run}-{i}", run.run, folder, store))
     interpreter = Interpreter(
         templates,
         work_dir=folder / "workflows",
@@ -187,9 +142,16 @@ async def _interpret(
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signal_number, interpreter.stop)
     try:
-        return await interpreter.run(workflow(run, config, f"{run.run}-{number}"))
+        return await interpreter.run(
+            workflow(config, run=run.run, pool=run.pool, shape=run.shape, metadata={"name": name})
+        )
     finally:
         await launcher.close()
+
+
+def _taken(workflow: str, run: str, folder: Path, store: Store) -> bool:
+    """Whether a Workflow of that name went before, here or on another machine that uses the store."""
+    return (folder / "workflows" / workflow).exists() or store.find(keys.run_outcome(run, workflow)) is not None
 
 
 @contextmanager

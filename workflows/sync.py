@@ -12,7 +12,7 @@ from hera.workflows import NoneArchiveStrategy, Parameter, S3Artifact, Step, Ste
 from hera.workflows import models as m
 
 from colchis.components.config import SECTIONS
-from colchis.workflows.templates import POD_SECURITY, Shape, reload_set, stage, successor
+from colchis.workflows.templates import DIGEST, POD_SECURITY, Shape, reload_set, stage, successor
 
 MODE = "sync"
 
@@ -63,6 +63,7 @@ def sync(shape: Shape) -> WorkflowTemplate:
         annotations={
             "workflows.argoproj.io/title": "RL post-training, synchronous",
             "workflows.argoproj.io/description": "rollout, grade, batch, train, reload; every token at lag 0",
+            "colchis.dev/digest": DIGEST,
         },
         service_account_name="colchis-workflow",
         automount_service_account_token=False,
@@ -78,7 +79,10 @@ def sync(shape: Shape) -> WorkflowTemplate:
         begin = stage(
             shape,
             "begin",
-            ["--template", name, "--start", "{{workflow.parameters.start}}", *sections],
+            [
+                *("--template", name, "--template-digest", DIGEST, "--workflow", "{{workflow.name}}"),
+                *("--start", "{{workflow.parameters.start}}", *sections),
+            ],
             outputs={
                 "version": "0",
                 "first": "0",

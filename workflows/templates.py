@@ -36,6 +36,9 @@ RETRY = RetryStrategy(
     expression=f"lastRetry.status == 'Error' || (asInt(lastRetry.exitCode) in [{TEMPFAIL}, {KILLED}, {TERMINATED}])",
 )
 
+DIGEST = "digest of this template"
+"""Stands where `colchis render` puts the sha256 of the rest, so that a run can tell what it was run by."""
+
 POD_SECURITY = m.PodSecurityContext(
     run_as_non_root=True,
     run_as_user=10001,

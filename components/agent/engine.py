@@ -178,7 +178,7 @@ class Engine:
             body = response.json()
         except ValueError:
             body = None
-        if status in (502, 503, 504):
+        if status >= 500:  # a refusal is a 4xx; this one may be gone in a moment
             raise PeerUnavailable(f"engine {self.url} answers {status}: {text[:200]}", where=path)
         if status != 200 or not isinstance(body, dict):
             message = body.get("message") or body.get("error") if isinstance(body, dict) else None

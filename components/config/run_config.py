@@ -61,12 +61,24 @@ class RunConfig(Section):
         """The fields that make a run the run that it is, by dotted name."""
         return dict(_identity_fields(self))
 
+    def flat(self) -> dict[str, Any]:
+        """Every field by dotted name, as JSON has it."""
+        return dict(_flat(self.model_dump(mode="json")))
+
     def identity_digest(self) -> str:
         return hashlib.sha256(_canonical(self.identity()).encode()).hexdigest()
 
 
 def _canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _flat(inner, f"{prefix}{name}.")
+    else:
+        yield prefix.rstrip("."), value
 
 
 def _identity_fields(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -26,6 +26,8 @@ class RunRecord(Record):
     identity_digest: str
     template: str
     """Name of the WorkflowTemplate that began the run (or made the change)."""
+    template_digest: str = ""
+    """What `colchis render` wrote into it. Overlays change images and resources; the pipeline is what has this digest."""
     code_version: str
     rows: str
     """`inputs/` digest of the environment's rows."""

@@ -15,7 +15,7 @@ from colchis.components.environments import Tokenizer, check_prompts, generate_r
 from colchis.components.errors import BadConfig, BadData
 from colchis.components.logs import event
 from colchis.components.records.rows import Rows
-from colchis.components.records.run import RunRecord
+from colchis.components.records.run import Outcome, RunRecord, now
 from colchis.components.report import find_run, find_stop
 from colchis.components.stages.admit import reason_to_stop
 from colchis.components.stages.context import Stage, scratch, stage_command
@@ -57,13 +57,18 @@ def window(config: RunConfig, *, start: int | None, open_iteration: int, stop: s
 
 @stage_command("begin", epilog="Example: begin --run first --start 0 --section model='{source: input:12ab...}' ...")
 @click.option("--template", default="", help="Name of the WorkflowTemplate that runs this.")
+@click.option("--template-digest", default="", help="Its digest, as rendered.")
+@click.option("--workflow", default="", help="Name of this Workflow.")
 @click.option("--start", default="", help="First iteration of this window; empty: where the run stands.")
 @click.option("--section", "sections", multiple=True, metavar="NAME=TEXT", help="One section, as YAML or JSON text.")
-def command(stage: Stage, template: str, start: str, sections: tuple[str, ...]) -> None:
+def command(
+    stage: Stage, template: str, template_digest: str, workflow: str, start: str, sections: tuple[str, ...]
+) -> None:
     """Validate the configuration, create or continue the run, and decide the window of this Workflow."""
     given = dict(section.split("=", 1) for section in sections)
     probe(stage.store)
     asked = _asked(given)
+    program = {"template": template, "template_digest": template_digest, "code_version": colchis.__version__}
     record = find_run(stage.store, stage.run)
     if record is None:
         if asked is None:
@@ -71,10 +76,11 @@ def command(stage: Stage, template: str, start: str, sections: tuple[str, ...]) 
                 f"run '{stage.run}' does not exist and no configuration was given",
                 hint="pass the sections, e.g. with --parameter-file run.yaml",
             )
-        record = _create(stage, asked, template)
+        record = _create(stage, asked, program)
     elif asked is not None:
-        record = _continue(stage, record, asked, template)
-        stage.store.delete(keys.run_stop(stage.run))
+        record = _continue(stage, record, asked, program)
+        if not _succeeded(stage, workflow):
+            stage.store.delete(keys.run_stop(stage.run))
     _publish_base(stage, record)
     Lease(stage.store, keys.pool_lease(stage.pool), holder=f"run {stage.run}", lease_s=600).acquire()
 
@@ -111,6 +117,13 @@ def command(stage: Stage, template: str, start: str, sections: tuple[str, ...]) 
     )
 
 
+def _succeeded(stage: Stage, workflow: str) -> bool:
+    """Whether a Workflow of this name has done its part already: GitOps makes it anew after it was garbage-collected, and
+    that is no wish of anybody's to go on."""
+    found = stage.store.find(key := keys.run_outcome(stage.run, workflow)) if workflow else None
+    return found is not None and Outcome.from_bytes(found.data, key).status == "Succeeded"
+
+
 def _start(text: str) -> int | None:
     if not text.strip():
         return None
@@ -129,7 +142,7 @@ def _asked(given: dict[str, str]) -> RunConfig | None:
     return from_parameters(given)
 
 
-def _create(stage: Stage, config: RunConfig, template: str) -> RunRecord:
+def _create(stage: Stage, config: RunConfig, program: dict[str, str]) -> RunRecord:
     if not config.model.source.startswith("input:"):
         raise BadConfig(
             f"model.source: a pod cannot read '{config.model.source}'",
@@ -144,12 +157,11 @@ def _create(stage: Stage, config: RunConfig, template: str) -> RunRecord:
         digest = upload_input(stage.store, folder / "rows")
         _check_prompts(stage, config, model, rows, folder / "model")
     record = RunRecord(
+        **program,
         run=stage.run,
         config=config,
         config_digest=config.digest(),
         identity_digest=config.identity_digest(),
-        template=template,
-        code_version=colchis.__version__,
         rows=digest,
         model=model,
     )
@@ -158,7 +170,7 @@ def _create(stage: Stage, config: RunConfig, template: str) -> RunRecord:
         return record
     winner = find_run(stage.store, stage.run)
     assert winner is not None
-    return _continue(stage, winner, config, template)
+    return _continue(stage, winner, config, program)
 
 
 def _check_prompts(stage: Stage, config: RunConfig, model: str, rows: Rows, folder: Path) -> None:
@@ -189,8 +201,8 @@ def _dataset(stage: Stage, config: RunConfig, folder: Path) -> Path | None:
     return folder
 
 
-def _continue(stage: Stage, record: RunRecord, asked: RunConfig, template: str) -> RunRecord:
-    """Same identity: resume, recording what changed outside it. Another identity is another run."""
+def _continue(stage: Stage, record: RunRecord, asked: RunConfig, program: dict[str, str]) -> RunRecord:
+    """Same identity: resume, recording what changed outside it, and what runs it now. Another identity is another run."""
     before, after = record.config.identity(), asked.identity()
     if before != after:
         names = [n for n in sorted(before.keys() | after.keys()) if before.get(n) != after.get(n)]
@@ -199,23 +211,18 @@ def _continue(stage: Stage, record: RunRecord, asked: RunConfig, template: str) 
             f"run '{stage.run}' exists with another identity: {diff}",
             hint="use another run name, or restore these fields",
         )
-    if asked.digest() == record.config_digest:
-        return record
-    old, new = _flat(record.config.model_dump(mode="json")), _flat(asked.model_dump(mode="json"))
+    old = record.config.flat() | {name: getattr(record, name) for name in program}
+    new = asked.flat() | program
     changed = {n: [old.get(n), new.get(n)] for n in sorted(old.keys() | new.keys()) if old.get(n) != new.get(n)}
-    update = {"config": asked, "config_digest": asked.digest(), "template": template, "changed": changed}
-    change = record.model_copy(update=update | {"code_version": colchis.__version__})
+    if not changed:
+        return record
+    update = {"config": asked, "config_digest": asked.digest(), "changed": changed, "created_at": now()}
+    change = record.model_copy(update=update | program)
     number = 1
     while not stage.store.create(keys.run_change(stage.run, number), change.to_bytes()):
         number += 1
     event(logger, "configuration changed", run=stage.run, changed=changed)
     return change
-
-
-def _flat(value: object, prefix: str = "") -> dict[str, object]:
-    if isinstance(value, dict):
-        return {k: v for name, inner in value.items() for k, v in _flat(inner, f"{prefix}{name}.").items()}
-    return {prefix.rstrip("."): value}
 
 
 def _publish_base(stage: Stage, record: RunRecord) -> None:

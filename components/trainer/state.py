@@ -16,11 +16,11 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 import xxhash
-from pydantic import ValidationError
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from colchis.components.errors import BadData, Bug
+from colchis.components.errors import BadConfig, BadData, Bug
 from colchis.components.store import Record
 from colchis.components.trainer.model import local, part_of, published, tensors_of, whole_weights
 from colchis.components.trainer.optimiser import Optimiser
@@ -93,7 +93,12 @@ def write_state(
 def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
     if dist.get_rank() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: t.contiguous() for name, t in tensors.items()}, path, metadata={"format": "pt"})
+        try:
+            save_file({name: t.contiguous() for name, t in tensors.items()}, path, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise BadConfig(
+                f"cannot write {path.name}: {error}", where=str(path.parent), hint="give the folder more room"
+            ) from error
 
 
 def read_state(
@@ -104,8 +109,8 @@ def read_state(
     path = folder / "state.json"
     try:
         state = TrainerState.from_bytes(path.read_bytes(), str(path))
-    except (OSError, ValidationError) as e:
-        raise BadData(f"no readable trainer state ({str(e).splitlines()[0]})", where=str(path)) from None
+    except OSError as e:
+        raise BadData(f"no readable trainer state ({e.strerror})", where=str(path)) from None
     if state.version != version:
         raise BadData(f"the state is of v{state.version}, expected v{version}", where=str(path))
     if state.weights != weights:

@@ -18,7 +18,7 @@ from colchis.components.config import load, to_parameters
 from colchis.components.records.run import Serving
 from colchis.components.stages.context import StageKey
 from colchis.components.store import Store, StoreSettings, keys, read_commit
-from colchis.workflows.runs import pin_files
+from colchis.workflows.request import pin_files
 from tests.cluster.client import Cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]

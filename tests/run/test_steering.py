@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+from colchis.components.config import load, to_parameters
 from colchis.components.store import StageKey, Store, read_commit
 from colchis.workflows.local.weed import Weed
+from colchis.workflows.request import pin_files
+from colchis.workflows.runs import stop
 from tests.run.conftest import DEADLINE_S, Project
 from tests.run.test_kills import has_commit, wait_until
 
@@ -74,3 +80,29 @@ def test_reached_target_ends_the_window_early(finished: Project, project: Projec
     again = project.run("--set", "loop.iterations=2")
     assert again.returncode == 0, again.stdout
     assert project.digests() == finished.digests()[:2]
+
+
+def test_a_workflow_made_again_does_not_undo_a_stop(finished: Project, opened: Store, tmp_path: Path) -> None:
+    """Fault: GitOps that makes a garbage-collected Workflow anew, and so starts a run again that somebody stopped."""
+
+    def begin(workflow: str) -> str:
+        config = pin_files(
+            load(finished.folder / "run.yaml", ["loop.iterations=3"]), finished.folder / "run.yaml", opened
+        )
+        sections = [part for name, text in to_parameters(config).items() for part in ("--section", f"{name}={text}")]
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "colchis.components", "begin", "--run", "r", "--workflow", workflow),
+                *(*sections, "--out", f"count={tmp_path / 'count'}"),
+            ],
+            env={**os.environ, **opened.settings.to_environment()},
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+        )
+        assert done.returncode == 0, done.stderr
+        return (tmp_path / "count").read_text()
+
+    stop(opened, "r", "enough")
+    assert begin("r-1") == "0"
+    assert begin("another") == "1"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -59,7 +58,7 @@ def test_an_iteration_writes_what_the_next_one_and_the_engines_need(base: Path, 
     assert result.extraction.before == result.extraction.after == fingerprint(new)
     assert result.metrics["gap_max"] < 1e-5
     assert result.metrics["tokens"] == make_batch(config).denominators.trained_tokens
-    assert json.loads((tmp_path / "metrics.json").read_bytes()) == result.model_dump(mode="json")
+    assert TrainResult.from_bytes((tmp_path / "metrics.json").read_bytes(), "metrics.json") == result
 
 
 def test_the_probe_tells_what_the_published_weights_say(base: Path, tmp_path: Path) -> None:
@@ -220,8 +219,8 @@ def test_ranks_make_the_step_of_one(base: Path, tmp_path: Path, ranks: int, scor
     train(one, base, tmp_path / "one", batch=make_batch(one, scores=scores))
     rendezvous, output = tmp_path / "rendezvous", tmp_path / "many"
     in_processes(train_as_rank, [(rank, ranks, rendezvous, many, base, output, scores) for rank in range(ranks)])
-    result = TrainResult.model_validate_json((output / "metrics.json").read_bytes())
-    single = TrainResult.model_validate_json((tmp_path / "one" / "metrics.json").read_bytes())
+    result = TrainResult.from_bytes((output / "metrics.json").read_bytes(), "metrics.json")
+    single = TrainResult.from_bytes((tmp_path / "one" / "metrics.json").read_bytes(), "metrics.json")
     assert [(v.step, v.rank) for v in result.votes] == [(s, r) for s in range(single.steps) for r in range(ranks)]
     for ours, theirs in zip(result.step_metrics, single.step_metrics, strict=True):
         assert ours.loss == pytest.approx(theirs.loss, abs=1e-5)
@@ -292,7 +291,10 @@ def test_a_state_with_a_lost_file_is_refused(trained: Trained, tmp_path: Path) -
     with pytest.raises(BadData, match=r"moments\.safetensors"):
         trained.next(state_folder=tmp_path / "lost")
     (tmp_path / "lost" / "state.json").write_text("{}")
-    with pytest.raises(BadData, match=r"no readable trainer state .*state\.json"):
+    with pytest.raises(BadData, match=r"the content has sha256 .*state\.json"):
+        trained.next(state_folder=tmp_path / "lost")
+    (tmp_path / "lost" / "state.json").unlink()
+    with pytest.raises(BadData, match=r"no readable trainer state \(No such file.*state\.json"):
         trained.next(state_folder=tmp_path / "lost")
 
 

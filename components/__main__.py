@@ -10,6 +10,7 @@ import importlib
 import logging
 import signal
 import sys
+import tempfile
 import traceback
 from types import FrameType
 
@@ -82,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
         logging.getLogger("colchis").warning("terminated by SIGTERM")
         return int(e.code or 143)
     except Exception as e:
-        if isinstance(e, OSError) and (full := no_room(e)) is not None:
+        if isinstance(e, OSError) and (full := no_room(e, tempfile.gettempdir())) is not None:
             return _say(full)
         traceback.print_exc()
         return 70

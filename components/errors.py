@@ -9,7 +9,6 @@ A message names what failed, where, what was expected and found, and the next th
 from __future__ import annotations
 
 import errno
-import tempfile
 
 
 class ColchisError(Exception):
@@ -52,12 +51,13 @@ class Bug(ColchisError):
     exit_code = 70
 
 
-def no_room(error: OSError) -> BadConfig | None:
-    """What a full disk (or quota, or file size limit) means; None for any other error of the system."""
+def no_room(error: OSError, folder: str) -> BadConfig | None:
+    """What a full disk (or quota, or file size limit) means, by a process that writes below `folder`; None for any other
+    error of the system."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return None
     return BadConfig(
         f"cannot write: {error.strerror}",
-        where=str(error.filename or tempfile.gettempdir()),
-        hint="give this folder more room (TMPDIR names another one for temporary files), then run the same command again",
+        where=str(error.filename or folder),
+        hint="give its file system more room, then run the same command again",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,10 +24,16 @@ class _Cli(click.Group):
             return super().invoke(ctx)
         except ColchisError as e:
             _end(ctx, e)
-        except OSError as e:
-            if (full := no_room(e)) is None:
+        except (OSError, ExceptionGroup) as e:
+            if (full := _full_disk(e)) is None:
                 raise
             _end(ctx, full)
+
+
+def _full_disk(error: Exception) -> ColchisError | None:
+    if isinstance(error, ExceptionGroup):
+        return next((full for e in error.exceptions if (full := _full_disk(e)) is not None), None)
+    return no_room(error, os.environ.get("COLCHIS_HOME", ".colchis")) if isinstance(error, OSError) else None
 
 
 def _end(ctx: click.Context, error: ColchisError) -> NoReturn:

@@ -96,12 +96,15 @@ class Activation:
         self.live_path = live_path
         self.check_in = check_in
 
-    def run(self, staged: Staged, request: Activate, previous: Served | None, deadline: Deadline) -> Served:
-        """Raises a plain ColchisError while the engine is untouched, ActivationFailed from the pause on."""
+    def run(
+        self, staged: Staged, request: Activate, facts: EngineFacts, previous: Served | None, deadline: Deadline
+    ) -> Served:
+        """`facts` are those by which `previous` was found. Raises a plain ColchisError while the engine is untouched,
+        ActivationFailed from the pause on."""
         manifest = staged.manifest
         self._refuse_contradictions(staged, request.kind, previous)
         digest_before = staged.digest
-        before = self._look(staged, previous, deadline)
+        before = self._look(staged, facts, previous, deadline)
         prediction = staged.prediction if _predictable(before.facts, staged) else None
 
         self.lease.take(deadline.left_s() + CONTINUE_GRACE_S)
@@ -179,7 +182,7 @@ class Activation:
         if self.engine.facts(deadline.left_s()).start != before.facts.start:
             raise PeerUnavailable("the engine restarted during the activation", where=self.engine.url)
         self.engine.set_label(str(version), deadline.left_s())
-        label = self.engine.facts(deadline.left_s()).label
+        label = self.engine.label(deadline.left_s())
         if label != str(version):
             raise BadData(f"the engine calls itself '{label}' after it was told '{version}'", where=self.engine.url)
         return Loaded(after, changed, label, dirty, seconds)
@@ -204,8 +207,7 @@ class Activation:
                 hint="the train commit contradicts itself",
             )
 
-    def _look(self, staged: Staged, previous: Served | None, deadline: Deadline) -> Before:
-        facts = self.engine.facts(deadline.left_s())
+    def _look(self, staged: Staged, facts: EngineFacts, previous: Served | None, deadline: Deadline) -> Before:
         try:
             checksums = self.engine.checksums(deadline.left_s())
         except (BadData, PeerUnavailable):

@@ -188,7 +188,8 @@ class Agent:
     def _activate(self, request: Activate, deadline: Deadline) -> Activated:
         """Under the lock of the engine and that of the version."""
         staged = self.staging.require(request.run, request.version)
-        previous = self._served_by(self.engine.facts(min(PATIENCE_S, deadline.left_s())))
+        facts = self.engine.facts(min(PATIENCE_S, deadline.left_s()))
+        previous = self._served_by(facts)
         if previous is not None and previous.staged == staged and self._failure is None:
             return previous.proof.model_copy(update={"repeated": True})
         if not self.staging.unchanged(staged):
@@ -202,7 +203,7 @@ class Agent:
         )
         self._forget()
         try:
-            served = activation.run(staged, request, previous, deadline)
+            served = activation.run(staged, request, facts, previous, deadline)
         except ActivationFailed as failure:
             self._failure = str(failure.error)
             self._remember(failure.kept)

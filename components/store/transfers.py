@@ -294,26 +294,24 @@ def _fetch(requests: Requests, payload: Payload, file: BinaryIO, found: Checksum
     cancel = threading.Event()
     retries = 0
 
-    def fetch(start: int, end: int) -> tuple[bytearray, int]:
-        buffer = bytearray(end - start)
-
-        def keep(offset: int, chunk: bytes) -> None:
-            buffer[offset - start : offset - start + len(chunk)] = chunk
-
-        return buffer, _read_range(requests, payload, start, end, keep, cancel)
+    def fetch(start: int, end: int) -> tuple[list[bytes], int]:
+        chunks: list[bytes] = []  # as they came: joining them would touch every byte once more
+        tries = _read_range(requests, payload, start, end, lambda _, chunk: chunks.append(chunk), cancel)
+        return chunks, tries
 
     file.seek(0)
     with ThreadPoolExecutor(PARALLEL, thread_name_prefix="download") as pool:
-        pending: deque[Future[tuple[bytearray, int]]] = deque()
+        pending: deque[Future[tuple[list[bytes], int]]] = deque()
         ranges = deque(_ranges(payload.bytes, RANGE_BYTES))
         try:
             while pending or ranges:
                 while ranges and len(pending) <= PARALLEL:
                     pending.append(pool.submit(fetch, *ranges.popleft()))
-                buffer, tries = pending.popleft().result()
+                chunks, tries = pending.popleft().result()
                 retries += tries
-                file.write(buffer)
-                found.update(buffer)
+                for chunk in chunks:
+                    file.write(chunk)
+                    found.update(chunk)
         except BaseException:
             cancel.set()
             pool.shutdown(wait=True, cancel_futures=True)

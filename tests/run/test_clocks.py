@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from datetime import datetime
 from pathlib import Path
 
@@ -24,7 +25,8 @@ HOUR_S = 3600
 def off_by(seconds: float, file: Path) -> dict[str, str]:
     """Environment in which all wall clocks are off by what `file` says."""
     file.write_text(str(seconds))
-    return {"PYTHONPATH": str(Path(__file__).parent / "clock"), "CLOCK_JUMP": str(file)}
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parent / "clock"), os.environ.get("PYTHONPATH"))))
+    return {"PYTHONPATH": path, "CLOCK_JUMP": str(file)}
 
 
 def test_one_runner_wins_and_the_other_says_who_holds_the_run(

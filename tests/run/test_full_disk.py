@@ -34,8 +34,8 @@ def grow(folder: Path, size: str) -> None:
     subprocess.run(["mount", "-o", f"remount,size={size}", str(folder)], check=True)
 
 
-def fill(file: Path) -> None:
-    """Write until nothing more fits."""
+def fill(file: Path, left_bytes: int) -> None:
+    """Write until nothing more fits but `left_bytes`."""
     with file.open("wb", buffering=0) as out:
         for size in (1 << 20, 1 << 12, 1):
             try:
@@ -44,6 +44,7 @@ def fill(file: Path) -> None:
             except OSError as error:
                 if error.errno != errno.ENOSPC:
                     raise
+        out.truncate(out.tell() - left_bytes)
 
 
 def test_engine_without_room_for_a_version_is_named(guest: Guest, calm: Account) -> None:
@@ -64,19 +65,22 @@ def test_engine_without_room_for_a_version_is_named(guest: Guest, calm: Account)
         machine.kill("agent")
 
 
-def test_trainer_without_room_says_so_and_the_run_continues(guest: Guest, calm: Account) -> None:
-    """Fault: half an optimiser state that is committed, or a traceback that does not say which disk is full."""
+@pytest.mark.parametrize("left_bytes", [200_000, 0], ids=["trainer", "runner"])
+def test_full_disk_is_named_and_the_run_continues(guest: Guest, calm: Account, left_bytes: int) -> None:
+    """Fault: half an optimiser state that is committed, or a traceback that does not say which disk is full. There is
+    room for logs and the weights before, or for nothing at all."""
     folder = guest.stage_folder()
     with small_disk(folder, "16m"):
         filler = folder / "filler"
         fault = guest.services.store_proxy.add(
-            Fault("PUT", "000000/batch/commit.json", "delay", before=lambda: fill(filler))
+            Fault("PUT", "000000/batch/commit.json", "delay", before=lambda: fill(filler, left_bytes))
         )
         code, said = guest.finish()
         assert fault.struck.is_set(), said
         assert code == 78, said
         assert "No space left on device" in said
-        assert str(folder) in said
+        assert str(guest.project.home) in said
+        assert "Traceback" not in said
         filler.unlink()
         code, said = guest.finish()
         assert code == 0, said

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from colchis.components.errors import Bug
 from colchis.components.records.iteration import Evaluation, Summary
-from colchis.components.report import Status, find_run, find_summary, render_report, status
+from colchis.components.report import Status, find_evaluations, find_run, find_summary, render_report, status
 from colchis.components.store import Store
 from colchis.workflows.home import Home, open_store
 from colchis.workflows.local.calls import Event, EventKind
@@ -72,6 +72,7 @@ class Board:
         self.final: Status | None = None
         self.report: Path | None = None
         self.summaries: list[Summary] = []
+        self.evaluations: list[Evaluation] = []
         self.running: dict[str, str] = {}
         self.next = 0
         self.started = time.monotonic()
@@ -114,6 +115,8 @@ class Board:
                 self.running.pop(event.node, None)
                 if event.node.endswith(".reload"):
                     self._show_closed()
+                if ".evaluate" in event.node and event.phase == "Succeeded":
+                    self._show_evaluations()
                 if event.phase in ("Failed", "Error") and event.type == "Pod":
                     self._show_failure(event)
                 elif event.phase == "Failed" and event.type == "Container":  # its pod names only `main`, which waited
@@ -137,9 +140,22 @@ class Board:
             if not self.console.is_terminal:
                 self.console.print(" ".join(f"{k}={v}" for k, v in row(summary).items()), soft_wrap=True)
 
+    def _show_evaluations(self) -> None:
+        if self.store is None or (record := find_run(self.store, self.run.run)) is None:
+            return
+        known = {e.version for e in self.evaluations}
+        self.evaluations = find_evaluations(self.store, record, self.next)
+        if not self.console.is_terminal:
+            for evaluation in self.evaluations:
+                if evaluation.version not in known:
+                    self.console.print(f"greedy accuracy {describe_evaluation(evaluation)}", soft_wrap=True)
+
     def __rich__(self) -> Group:
         now = ", ".join(sorted(set(self.running.values()))) or "starting the services"
-        return Group(self.bar, Text(f"now: {now}", style="dim"), table(self.summaries[-8:]))
+        parts: list[Progress | Text | Table] = [self.bar, Text(f"now: {now}", style="dim"), table(self.summaries[-8:])]
+        if self.evaluations:
+            parts.append(Text(f"greedy accuracy {describe_evaluation(self.evaluations[-1])}"))
+        return Group(*parts)
 
     def close(self, result: WorkflowResult) -> None:
         """Say how the run ended, before and after, and where the report is."""

@@ -3,6 +3,7 @@
 from colchis.components.report.page import render_report
 from colchis.components.report.status import (
     Status,
+    find_evaluations,
     find_run,
     find_serving,
     find_stop,
@@ -14,6 +15,7 @@ from colchis.components.report.status import (
 
 __all__ = [
     "Status",
+    "find_evaluations",
     "find_run",
     "find_serving",
     "find_stop",

@@ -86,7 +86,7 @@ def test_overloaded_store_is_waited_for(guest: Guest, calm: Account) -> None:
 
     store_proxy.add(Fault("PUT", "000000/batch/commit.json", "delay", after=overload))
     finish(guest, calm, guest.start())
-    assert store_proxy.count("PUT", "000000/batch/commit.json") == 1
+    assert store_proxy.count("PUT", f"{guest.run}/iterations/000000/batch/commit.json") == 1
 
 
 @pytest.mark.parametrize("path", ["/generate", LOAD])

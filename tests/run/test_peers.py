@@ -131,6 +131,6 @@ def test_wrong_credentials_are_a_clear_error(guest: Guest, changes: dict[str, st
     code, said = guest.finish()
     assert code == 78, said
     assert words in said
-    place = guest.services.store_proxy.url if "COLCHIS_AGENT_TOKEN" not in changes else "agent"
-    assert place in said
+    at_agents = "COLCHIS_AGENT_TOKEN" in changes
+    assert (guest.services.machines[0].agent_proxy if at_agents else guest.services.store_proxy).url in said
     assert find_commit(guest.services.store, StageKey(guest.run, 0, "train")) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -224,7 +225,11 @@ class Nodes:
 
     def changed(self) -> None:
         if self._write is None and self.finished_at is None:
-            self._write = asyncio.get_running_loop().call_later(self.interval_s, self.write)
+            self._write = asyncio.get_running_loop().call_later(self.interval_s, self._mirror)
+
+    def _mirror(self) -> None:
+        with contextlib.suppress(OSError):  # a full disk: nobody waits for this one, and the last write says it
+            self.write()
 
     def write(self) -> None:
         if self._write is not None:

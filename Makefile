@@ -9,7 +9,7 @@ UV_VERSION := 0.13.9
 export OMP_NUM_THREADS = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo base test test-slow test-cluster test-sglang cluster-up cluster-down check render requirements clean
+.PHONY: help setup demo base test test-slow test-cluster test-cluster-image test-sglang cluster-up cluster-down check render requirements clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -41,6 +41,9 @@ test-slow: setup ## runs that are killed at every stage, and continued
 
 test-cluster: base ## conformance and a run on a real Kubernetes with Argo, started here (root; 20 minutes the first time)
 	$(BIN)/python -m tests.cluster.harness run $(BIN)/pytest -q -m cluster tests/cluster
+
+test-cluster-image: base ## the same run, its stages from the image of images/stage (builds it; minutes)
+	COLCHIS_BUILT_STAGE=yes $(BIN)/python -m tests.cluster.harness run $(BIN)/pytest -q -m cluster tests/cluster/test_skeleton.py
 
 cluster-up: setup ## keep a test cluster: see tests/cluster/README.md
 	$(BIN)/python -m tests.cluster.harness up

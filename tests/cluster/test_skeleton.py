@@ -114,6 +114,14 @@ def test_engines_are_ready_by_version(finished: Any, cluster: Cluster, pool: lis
     assert cluster.ready_pods(pool, deadline_s=60) == set(pool)
 
 
+@pytest.mark.skipif("COLCHIS_BUILT_STAGE" not in os.environ, reason="make test-cluster-image builds the image")
+def test_stages_ran_the_built_image(finished: Any, cluster: Cluster, pool: list[str]) -> None:
+    """Catches a run that proves nothing about images/stage: the engine's image is the harness's own, the agent's is not."""
+    statuses = cluster.core.read_namespaced_pod(pool[0], "colchis").status.container_statuses
+    images = {status.name: status.image_id for status in statuses}
+    assert images["agent"] != images["engine"]
+
+
 def test_the_report_is_an_artifact(finished: Any, store: Store) -> None:
     """Catches an output artifact that Argo did not upload, or put under another key."""
     key = f"runs/{RUN}/reports/{finished['name']}.html"

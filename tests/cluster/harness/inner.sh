@@ -95,6 +95,10 @@ if [ "$(cat "$STATE/containerd/imported" 2> /dev/null)" != "$IMAGES" ]; then
   echo "$IMAGES" > "$STATE/containerd/imported"
 fi
 for name in $STAGE_NAMES; do ctr image tag --force "$STAGE_IMAGE" "$name" > /dev/null; done
+if [ -n "$BUILT_STAGE" ]; then # the image of images/stage itself, for stages and agents
+  ctr image import --no-unpack=false "$BUILT_STAGE" >> "$STATE/logs/import.log" 2>&1 || exit 1
+  ctr image tag --force "$BUILT_STAGE_IMAGE" "docker.io/colchis/stage:$VERSION" > /dev/null || exit 1
+fi
 
 for group in cpu cpuacct cpuset memory devices freezer blkio pids systemd; do mkdir -p /sys/fs/cgroup/$group/colchis-test; done
 for file in cpus mems; do

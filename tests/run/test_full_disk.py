@@ -65,10 +65,10 @@ def test_engine_without_room_for_a_version_is_named(guest: Guest, calm: Account)
         machine.kill("agent")
 
 
-@pytest.mark.parametrize("left_bytes", [200_000, 0], ids=["trainer", "runner"])
+@pytest.mark.parametrize("left_bytes", [200_000, 0], ids=["little room", "no room"])
 def test_full_disk_is_named_and_the_run_continues(guest: Guest, calm: Account, left_bytes: int) -> None:
     """Fault: half an optimiser state that is committed, or a traceback that does not say which disk is full. There is
-    room for logs and the weights before, or for nothing at all."""
+    room for a while, or for nothing at all."""
     folder = guest.stage_folder()
     with small_disk(folder, "16m"):
         filler = folder / "filler"

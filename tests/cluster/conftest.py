@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Container, Iterator
+from pathlib import Path
 
+import httpx
 import pytest
 
+from colchis.components.store import Store, StoreSettings
 from tests.cluster.client import Cluster
+
+REPOSITORY = Path(__file__).parents[2]
+EXAMPLE = REPOSITORY / "examples/arithmetic/run.yaml"
+SMALL = (
+    *("loop.iterations=2", "rollout.prompts=4", "rollout.group_size=4", "evaluation.prompts=8"),
+    *("environment.rows=200", "environment.heldout_rows=20"),
+)
 
 
 @pytest.fixture(scope="session")
@@ -14,3 +26,41 @@ def cluster() -> Cluster:
     if not os.environ.get("COLCHIS_TEST_CLUSTER"):
         pytest.skip("no cluster: run `make test-cluster`, or set KUBECONFIG and COLCHIS_TEST_CLUSTER=yes")
     return Cluster()
+
+
+@pytest.fixture(scope="session")
+def store(cluster: Cluster) -> Store:
+    return Store(StoreSettings.from_environment())
+
+
+@pytest.fixture(scope="session")
+def pool(cluster: Cluster) -> Iterator[list[str]]:
+    """Pool `main` of the overlay, scaled up: two pods, each an embedded engine with its agent; their names."""
+    with cluster.scaled("colchis-engines-main", 2) as addresses:
+        for port, path in ((30000, "/health"), (9000, "/live")):
+            for address in addresses.values():
+                wait_for(f"http://{address}:{port}{path}", deadline_s=180)
+        assert cluster.ready_pods(addresses, deadline_s=3) == set(), "ready without weights"
+        yield sorted(addresses)
+
+
+def wait_for(url: str, deadline_s: float, allow: Container[int] = ()) -> None:
+    """Until it answers well, or with a status in `allow`: nobody announces that a server in a container listens."""
+    until = time.monotonic() + deadline_s
+    while True:
+        try:
+            answer = httpx.get(url, timeout=5.0)
+            if answer.status_code not in allow:
+                answer.raise_for_status()
+            return
+        except httpx.HTTPError as error:
+            if time.monotonic() > until:
+                raise TimeoutError(f"{url} does not answer after {deadline_s:g} s") from error
+            time.sleep(0.5)
+
+
+@pytest.fixture(scope="module")
+def strict(cluster: Cluster) -> Iterator[None]:
+    """The controller takes runs only as references to templates, as in production."""
+    with cluster.controller_setting("workflowRestrictions", {"templateReferencing": "Strict"}):
+        yield

@@ -5,67 +5,22 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import yaml
 
 from colchis.components.config import load, to_parameters
 from colchis.components.records.run import Serving
 from colchis.components.stages.context import StageKey
-from colchis.components.store import Store, StoreSettings, keys, read_commit
+from colchis.components.store import Store, keys, read_commit
 from colchis.workflows.request import pin_files
 from tests.cluster.client import Cluster
+from tests.cluster.conftest import EXAMPLE, REPOSITORY, SMALL
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
-REPOSITORY = Path(__file__).parents[2]
-EXAMPLE = REPOSITORY / "examples/arithmetic/run.yaml"
-SMALL = (
-    *("loop.iterations=2", "rollout.prompts=4", "rollout.group_size=4", "evaluation.prompts=8"),
-    *("environment.rows=200", "environment.heldout_rows=20"),
-)
 RUN = "first"
-
-
-@pytest.fixture(scope="module")
-def store(cluster: Cluster) -> Store:
-    return Store(StoreSettings.from_environment())
-
-
-@pytest.fixture(scope="module")
-def pool(cluster: Cluster) -> Iterator[list[str]]:
-    """Pool `main` of the overlay, scaled up: two pods, each an embedded engine with its agent; their names."""
-    with cluster.scaled("colchis-engines-main", 2) as addresses:
-        for port, path in ((30000, "/health"), (9000, "/live")):
-            for address in addresses.values():
-                wait_for(f"http://{address}:{port}{path}", deadline_s=180)
-        assert cluster.ready_pods(addresses, deadline_s=3) == set(), "ready without weights"
-        yield sorted(addresses)
-
-
-def wait_for(url: str, deadline_s: float) -> None:
-    """Until it answers: nobody announces that a server inside a running container listens."""
-    until = time.monotonic() + deadline_s
-    while True:
-        try:
-            httpx.get(url, timeout=5.0).raise_for_status()
-            return
-        except httpx.HTTPError as error:
-            if time.monotonic() > until:
-                raise TimeoutError(f"{url} does not answer after {deadline_s:g} s") from error
-            time.sleep(0.5)
-
-
-@pytest.fixture(scope="module")
-def strict(cluster: Cluster) -> Iterator[None]:
-    """The controller takes runs only as references to templates, as in production."""
-    with cluster.controller_setting("workflowRestrictions", {"templateReferencing": "Strict"}):
-        yield
 
 
 @pytest.fixture(scope="module")

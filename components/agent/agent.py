@@ -226,15 +226,25 @@ class Agent:
             served = self._served_by(self.engine.facts(min(PATIENCE_S, deadline.left_s())))
         if served is None:
             raise BadData("the engine serves no version that could be probed", hint="activate one first")
-        if (largest := max(request.token_ids)) >= served.staged.vocabulary or min(request.token_ids) < 0:
-            raise BadData(f"token id {largest} is outside the vocabulary of {served.staged.vocabulary}")
-        answer = self.engine.generate(request.token_ids, logprobs=True, extra_key=None, timeout_s=deadline.left_s())
-        logprobs = [value for value in answer.prompt_logprobs[1:] if value is not None]
-        if answer.prompt_token_ids != request.token_ids or len(logprobs) != len(request.token_ids) - 1:
-            raise BadData("the engine answered log-probabilities of other tokens than it was asked", where="/generate")
+        served_ids = range(served.staged.vocabulary)
+        strange = next((i for ids in request.token_ids for i in ids if i not in served_ids), None)
+        if strange is not None:
+            raise BadData(f"token id {strange} is outside the vocabulary of {served.staged.vocabulary}")
+        logprobs: list[list[float]] = []
+        versions: set[str] = set()
+        for token_ids in request.token_ids:
+            answer = self.engine.generate(token_ids, logprobs=True, extra_key=None, timeout_s=deadline.left_s())
+            logprobs.append([value for value in answer.prompt_logprobs[1:] if value is not None])
+            versions.add(answer.weight_version)
+            if answer.prompt_token_ids != token_ids or len(logprobs[-1]) != len(token_ids) - 1:
+                raise BadData(
+                    "the engine answered log-probabilities of other tokens than it was asked", where="/generate"
+                )
+        if len(versions) > 1:
+            raise BadData(f"the engine changed its version while it was probed: {', '.join(sorted(versions))}")
         return Probed(
             version=served.staged.manifest.version,
-            weight_version=answer.weight_version,
+            weight_version=versions.pop(),
             logprobs=logprobs,
             cached_tokens=served.proof.cached_tokens_after,
             cached_tokens_before=served.proof.cached_tokens_before,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -206,7 +206,7 @@ class Batch:
 
     def to_parquet(self) -> bytes:
         labels = {"colchis.run": self.denominators.run, "colchis.iteration": str(self.denominators.iteration)}
-        return tables.write([asdict(s) for s in self.samples], SCHEMA, record=RECORD, metadata=labels)
+        return tables.write([tables.fields(s, SCHEMA) for s in self.samples], SCHEMA, record=RECORD, metadata=labels)
 
 
 def _required(name: str, kind: pa.DataType) -> pa.Field:

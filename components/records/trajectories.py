@@ -223,9 +223,10 @@ SCHEMA = pa.schema(
 
 
 def _columns(t: Trajectory) -> dict[str, Any]:
-    """Like `asdict`, without a copy of every token."""
-    columns = {name: getattr(t, name) for name in SCHEMA.names}
-    return columns | {"versions": [asdict(v) for v in t.versions], "segments": [asdict(s) for s in t.segments]}
+    return tables.fields(t, SCHEMA) | {
+        "versions": [asdict(v) for v in t.versions],
+        "segments": [asdict(s) for s in t.segments],
+    }
 
 
 def to_parquet(rows: Sequence[Trajectory]) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 
 import pyarrow as pa
@@ -88,7 +88,7 @@ def to_parquet(rows: Sequence[Verdict]) -> bytes:
         if verdict.trajectory_id in seen:
             raise BadData(f"trajectory '{verdict.trajectory_id}' has two verdicts in one table")
         seen.add(verdict.trajectory_id)
-    return tables.write([asdict(v) for v in rows], SCHEMA, record=RECORD)
+    return tables.write([tables.fields(v, SCHEMA) for v in rows], SCHEMA, record=RECORD)
 
 
 def from_parquet(data: bytes, *, source: str = "verdicts") -> list[Verdict]:

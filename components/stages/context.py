@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,8 @@ class Stage:
     pool: str
     store: Store
     outputs: Mapping[str, Path]
+    _known: dict[str, Commit | Admission] = field(default_factory=dict, compare=False)
+    """What is there stays as it is: it is read once."""
 
     def write(self, **values: object) -> None:
         """Write the outputs that the manifest asked for; names use '-' where Python uses '_'."""
@@ -64,10 +66,15 @@ class Stage:
         return StageKey(self.run, iteration, stage, shard)
 
     def find(self, iteration: int, stage: str, shard: int | None = None) -> Commit | None:
-        return find_commit(self.store, self.key(iteration, stage, shard))
+        key = self.key(iteration, stage, shard)
+        commit = self._known.get(key.commit) or find_commit(self.store, key)
+        if commit is not None:
+            self._known[key.commit] = commit
+        assert not isinstance(commit, Admission)
+        return commit
 
     def read(self, iteration: int, stage: str, shard: int | None = None) -> Commit:
-        return read_commit(self.store, self.key(iteration, stage, shard))
+        return self.find(iteration, stage, shard) or read_commit(self.store, self.key(iteration, stage, shard))
 
     def attempt(self, iteration: int, stage: str, shard: int | None = None) -> Attempt:
         return Attempt(self.store, self.key(iteration, stage, shard))
@@ -100,8 +107,12 @@ class Stage:
         return find_summary(self.store, self.run, iteration)
 
     def admission(self, iteration: int) -> Admission | None:
-        found = self.store.find(key := keys.admission(self.run, iteration))
-        return Admission.from_bytes(found.data, key) if found else None
+        key = keys.admission(self.run, iteration)
+        known = self._known.get(key)
+        if known is None and (found := self.store.find(key)) is not None:
+            known = self._known[key] = Admission.from_bytes(found.data, key)
+        assert not isinstance(known, Commit)
+        return known
 
     def admitted(self, iteration: int) -> Admission:
         """As `admission`, for stages that run only after it."""

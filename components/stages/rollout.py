@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from contextlib import nullcontext
 from dataclasses import asdict
 
@@ -24,8 +25,9 @@ from colchis.components.store import Attempt, StageKey
 
 logger = logging.getLogger(__name__)
 
-GROUPS_PER_PART = 16
-"""Finished groups are stored in parts of this many, so that a killed shard loses little and a small one stays quick."""
+PART_S = 5.0
+"""Finished groups are stored in parts, one at most every so many seconds: a killed shard loses no more, and a quick one
+makes few objects."""
 
 
 @stage_command("rollout", epilog="Example: rollout --run first --iteration 3 --shard 0 --shards 1")
@@ -112,6 +114,7 @@ class Parts:
         self.grade_seconds = 0.0
         self._waiting: list[list[Trajectory]] = []
         self._number = 0
+        self._stored_at = time.monotonic()
 
     def adopt_earlier(self, admission: Admission, wanted: set[int]) -> set[int]:
         """Groups that an earlier attempt of this shard stored whole; they become part of this attempt's commit."""
@@ -134,7 +137,7 @@ class Parts:
 
     def add(self, samples: list[Trajectory]) -> None:
         self._waiting.append(samples)
-        if len(self._waiting) >= GROUPS_PER_PART:
+        if time.monotonic() - self._stored_at >= PART_S:
             self.flush()
 
     def flush(self) -> None:
@@ -142,6 +145,7 @@ class Parts:
             samples = [t for group in self._waiting for t in group]
             self._waiting = []
             self._store(samples)
+        self._stored_at = time.monotonic()
 
     def _store(self, samples: list[Trajectory]) -> None:
         samples = sorted(samples, key=lambda t: (t.group, t.sample))

@@ -275,16 +275,15 @@ async def probe_all(
     expected: list[list[float]] | None = probe["logprobs"] if probe else None
 
     async def ask(agent: AgentClient, left_s: float) -> dict[str, Any]:
-        deadline = Deadline(left_s)
-        gaps: list[float] = []
-        for number, token_ids in enumerate(sequences):
-            answer = await agent.probe(Probe(token_ids=token_ids, deadline_s=max(0.1, deadline.left_s())))
-            _expect("version that the answer carries", str(manifest.version), answer.weight_version)
-            if answer.cached_tokens:
-                raise BadData(f"{answer.cached_tokens} tokens were cached after the flush")
-            if expected is not None:
-                pairs = zip(answer.logprobs, expected[number], strict=True)
-                gaps += [abs(engine - trainer) for engine, trainer in pairs]
+        answer = await agent.probe(Probe(token_ids=sequences, deadline_s=left_s))
+        _expect("version that the answers carry", str(manifest.version), answer.weight_version)
+        if answer.cached_tokens:
+            raise BadData(f"{answer.cached_tokens} tokens were cached after the flush")
+        gaps = [
+            abs(engine - trainer)
+            for of_engine, of_trainer in zip(answer.logprobs, expected or [], strict=expected is not None)
+            for engine, trainer in zip(of_engine, of_trainer, strict=True)
+        ]
         if gaps and not max(gaps) <= tolerance:
             raise BadData(
                 f"log-probabilities of engine and trainer differ by up to {max(gaps):.3g}, tolerated are {tolerance:g}",

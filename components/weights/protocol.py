@@ -12,7 +12,7 @@ Every answer names the engine in the header `x-colchis-engine`. A refusal is a `
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -176,9 +176,9 @@ class Activated(Message):
 
 
 class Probe(Message):
-    """Log-probabilities of given tokens, whether or not the engine is ready."""
+    """Log-probabilities of given sequences of tokens, whether or not the engine is ready."""
 
-    token_ids: list[int] = Field(min_length=2)
+    token_ids: list[Annotated[list[int], Field(min_length=2)]] = Field(min_length=1)
     deadline_s: float = Field(60.0, gt=0)
 
 
@@ -187,9 +187,9 @@ class Probed(Message):
 
     version: int | None
     weight_version: str
-    """As the answer itself says."""
-    logprobs: list[float]
-    """Of token_ids[1:], natural logarithm at temperature 1: float64 [len(token_ids) - 1]."""
+    """As every answer itself says."""
+    logprobs: list[list[float]]
+    """Per sequence, of token_ids[1:], natural logarithm at temperature 1: float64 [len(token_ids) - 1]."""
     cached_tokens: int | None
     """Of the first request after the flush of the last activation (the canary)."""
     cached_tokens_before: int | None

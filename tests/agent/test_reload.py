@@ -126,7 +126,7 @@ def test_probe_compares_with_the_trainer(store: Store, versions: Versions, agent
     """Boundary 5 as a smoke test: equal log-probabilities pass, those of other weights do not."""
     agent.bring(0)
     tokens = [3, 4, 5, 6]
-    logprobs = agent.ask(lambda a: a.probe(Probe(token_ids=tokens))).logprobs
+    logprobs = agent.ask(lambda a: a.probe(Probe(token_ids=[tokens]))).logprobs[0]
     assert len(logprobs) == 3
     manifest = read_manifest(store, versions.run, 0)
 
@@ -142,7 +142,7 @@ def test_probe_compares_with_the_trainer(store: Store, versions: Versions, agent
     with pytest.raises(BadData, match="differ by up to nan"):
         asyncio.run(probe([float("nan"), *logprobs[1:]]))
     with pytest.raises(BadData, match="outside the vocabulary"):
-        agent.ask(lambda a: a.probe(Probe(token_ids=[3, 50])))
+        agent.ask(lambda a: a.probe(Probe(token_ids=[[3, 50]])))
 
 
 def test_readiness_is_by_declared_version(store: Store, versions: Versions, agent: AgentProcess) -> None:

@@ -34,10 +34,10 @@ def reference_logprobs(folder: Path, token_ids: list[int]) -> list[float]:
 
 
 def gap(sglang: Sglang, version: int) -> float:
-    probed = sglang.agent.ask(lambda a: a.probe(Probe(token_ids=TOKENS)))
+    probed = sglang.agent.ask(lambda a: a.probe(Probe(token_ids=[TOKENS])))
     assert (probed.version, probed.weight_version) == (version, str(version))
     expected = reference_logprobs(sglang.versions.folders[version], TOKENS)
-    return max(abs(a - b) for a, b in zip(probed.logprobs, expected, strict=True))
+    return max(abs(a - b) for a, b in zip(probed.logprobs[0], expected, strict=True))
 
 
 def in_flight(sglang: Sglang, tokens: int) -> tuple[threading.Thread, list[dict[str, Any]]]:

@@ -184,9 +184,9 @@ def test_a_run_through_the_server_shows_nodes_logs_and_report(
     assert status["phase"] == "Succeeded", cluster.logs(name)
     seen = server.get(f"/api/v1/workflows/colchis/{name}").json()
     close = next(n for n in seen["status"]["nodes"].values() if n.get("templateName") == "close" and n["type"] == "Pod")
-    log = server.get(
-        f"/api/v1/workflows/colchis/{name}/log", podName=f"{name}-close-{close['id'].rpartition('-')[2]}"
-    ).text
+    pod = f"{name}-close-{close['id'].rpartition('-')[2]}"
+    wanted = {"podName": pod, "logOptions.container": "main"}
+    log = server.get(f"/api/v1/workflows/colchis/{name}/log", **wanted).text
     assert "workflow closed" in log, log[:500]
     page = server.get(f"/artifact-files/colchis/workflows/{name}/{close['id']}/outputs/report")
     assert page.status_code == 200, page.text[:300]

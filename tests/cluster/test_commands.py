@@ -82,15 +82,15 @@ def test_a_request_starts_one_run_and_made_again_ends_at_once(
     path = Path(done.stdout.strip())
     name = yaml.safe_load(path.read_text())["metadata"]["name"]
 
-    def apply() -> dict[str, Any]:
-        subprocess.run(["kubectl", "apply", "-n", "colchis", "-f", str(path)], check=True, capture_output=True)
+    def start() -> dict[str, Any]:
+        apply(yaml.safe_load(path.read_text()))
         return cluster.wait([name], deadline_s=900)[name]
 
-    status = apply()
+    status = start()
     assert status["phase"] == "Succeeded", cluster.logs(name)
     serving = store.get(keys.serving(name)).data
     cluster.delete("workflows", name)
-    again = apply()
+    again = start()
     assert again["phase"] == "Succeeded", cluster.logs(name)
     pods = {n.get("templateName") for n in again["nodes"].values() if n["type"] == "Pod"}
     assert pods == {"begin", "close", "evaluate"}, "the last version's evaluation is looked for, and found"
@@ -110,36 +110,45 @@ def test_equal_runs_are_equal_and_diff_says_so(submitted: list[dict[str, Any]], 
     assert not [d for d in json.loads(done.stdout) if d["kind"] != "outcome"]
 
 
+def apply(document: dict[str, Any]) -> None:
+    command = ["kubectl", "apply", "-n", "colchis", "-f", "-"]
+    done = subprocess.run(command, input=yaml.safe_dump(document), text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 @dataclass(frozen=True)
 class Server:
     url: str
     token: str
+    log: Path
 
     def get(self, path: str, **query: str) -> httpx.Response:
         return httpx.get(self.url + path, params=query, headers={"Authorization": f"Bearer {self.token}"}, timeout=30)
 
 
 @pytest.fixture(scope="module")
-def server(cluster: Cluster) -> Iterator[Server]:
-    """`argo server` as the web UI talks to it, and the token of somebody who may run things."""
-    for kind, document in (
-        ("serviceaccount", {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "test-user"}}),
-        (
-            "rolebinding",
-            {
-                "apiVersion": "rbac.authorization.k8s.io/v1",
-                "kind": "RoleBinding",
-                "metadata": {"name": "test-user"},
-                "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "colchis-user"},
-                "subjects": [{"kind": "ServiceAccount", "name": "test-user", "namespace": "colchis"}],
-            },
-        ),
-    ):
-        body = yaml.safe_dump(document)
-        done = subprocess.run(
-            ["kubectl", "apply", "-n", "colchis", "-f", "-"], input=body, text=True, capture_output=True
-        )
-        assert done.returncode == 0, (kind, done.stderr)
+def server(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """`argo server` as the web UI talks to it, and the token of somebody who may run things and see reports, which the
+    server fetches with the viewer's own rights."""
+    for name, role in (("test-user", "colchis-user"), ("test-reads-reports", "test-reads-reports")):
+        binding = {
+            "apiVersion": "rbac.authorization.k8s.io/v1",
+            "kind": "RoleBinding",
+            "metadata": {"name": name},
+            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": role},
+            "subjects": [{"kind": "ServiceAccount", "name": "test-user", "namespace": "colchis"}],
+        }
+        apply(binding)
+    apply({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "test-user"}})
+    reading = {"apiGroups": [""], "resources": ["secrets"], "resourceNames": ["colchis-store"], "verbs": ["get"]}
+    apply(
+        {
+            "apiVersion": "rbac.authorization.k8s.io/v1",
+            "kind": "Role",
+            "metadata": {"name": "test-reads-reports"},
+            "rules": [reading],
+        }
+    )
     token = subprocess.run(
         ["kubectl", "create", "token", "test-user", "-n", "colchis"], capture_output=True, text=True, check=True
     ).stdout.strip()
@@ -150,11 +159,13 @@ def server(cluster: Cluster) -> Iterator[Server]:
         *("argo", "server", "--namespaced", "-n", "colchis", "--managed-namespace", "colchis"),
         *("--secure=false", "--auth-mode=client", "--port", str(port)),
     ]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    log = tmp_path_factory.mktemp("argo-server") / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     try:
         url = f"http://127.0.0.1:{port}"
         wait_for(url + "/api/v1/version", deadline_s=60, allow=(401, 403))
-        yield Server(url, token)
+        yield Server(url, token, log)
     finally:
         process.kill()
         process.wait()
@@ -189,7 +200,7 @@ def test_a_run_through_the_server_shows_nodes_logs_and_report(
     log = server.get(f"/api/v1/workflows/colchis/{name}/log", **wanted).text
     assert "workflow closed" in log, log[:500]
     page = server.get(f"/artifact-files/colchis/workflows/{name}/{close['id']}/outputs/report")
-    assert page.status_code == 200, page.text[:300]
+    assert page.status_code == 200, page.text + server.log.read_text()[-2000:]
     assert page.headers["content-type"].startswith("text/html")
     assert "<script" not in page.text
     assert "data:" not in page.text.partition("<body")[2]

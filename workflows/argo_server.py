@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hera.exceptions import HeraException
+from hera.exceptions import HeraException, InternalServerError
 from hera.workflows import WorkflowsService
 from hera.workflows.models import Workflow, WorkflowCreateRequest
 
@@ -20,6 +20,8 @@ def submit(server: str, token: str, namespace: str, workflow: Mapping[str, Any])
     try:
         created = service.create_workflow(WorkflowCreateRequest(workflow=body), namespace=namespace)
     except HeraException as error:
+        if type(error) in (HeraException, InternalServerError):  # a status that Hera has no name for is a gateway's
+            raise PeerUnavailable(f"the Argo server fails: {error}", where=server) from None
         raise BadConfig(
             f"the Argo server refuses the Workflow: {error}", where=server, hint="look at ARGO_TOKEN and the namespace"
         ) from None

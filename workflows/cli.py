@@ -13,7 +13,7 @@ import click
 import colchis
 from colchis.components.errors import ColchisError, no_room
 from colchis.workflows.cluster_commands import COMMANDS
-from colchis.workflows.options import CONFIG, JSON, SET, example
+from colchis.workflows.options import CONFIG, JSON, SET, SHAPE, example
 
 
 class _Cli(click.Group):
@@ -79,7 +79,7 @@ def validate(config: Path, assignments: tuple[str, ...], as_json: bool) -> None:
 @click.option("--pool", default="main", show_default=True, help="Name of the pool of engines to start.")
 @click.option("--engines", default=2, show_default=True, type=click.IntRange(1, 64), help="Engines in the pool.")
 @click.option("--engine", "kind", type=click.Choice(["embedded", "sglang"]), default="embedded", show_default=True)
-@click.option("--shape", default="cpu", show_default=True, help="Which rendered template to run.")
+@SHAPE
 @click.option("--exec", "exec_", is_flag=True, help="Start every stage as a fresh process (the slow reference).")
 @click.option("--manifests", type=click.Path(path_type=Path), help="Folder of rendered templates.")
 @JSON
@@ -101,13 +101,14 @@ def run(
     Starts a store and engines on loopback, interprets the rendered Workflow, stops everything it started. Running it
     again continues where the run stands.
     """
+    from colchis.components.config import load
     from colchis.workflows.progress import follow
     from colchis.workflows.render import TEMPLATES
     from colchis.workflows.request import default_name
-    from colchis.workflows.runs import LocalRun, load_run
+    from colchis.workflows.runs import LocalRun
 
     local = LocalRun(
-        config=load_run(config, assignments),
+        config=load(config, assignments),
         source=config,
         run=name or default_name(config),
         pool=pool,
@@ -228,8 +229,10 @@ def status(run: str, last: int, watch: bool, as_json: bool) -> None:
     from colchis.workflows.home import Home, open_store
     from colchis.workflows.progress import print_status, watch_status
 
+    if watch and as_json:
+        raise click.UsageError("--watch is for people, --json for scripts: choose one")
     with open_store(Home.find()) as store:
-        if watch and not as_json:
+        if watch:
             watch_status(store, run, last)
             return
         found = read_status(store, run, last)

@@ -12,7 +12,7 @@ from typing import Any
 
 from kubernetes import client, config, watch
 from kubernetes.config import ConfigException
-from urllib3.exceptions import HTTPError
+from urllib3.exceptions import HTTPError, ProtocolError, ReadTimeoutError
 
 from colchis.components.errors import BadConfig, BadData, PeerUnavailable
 from colchis.workflows.request import RUN_LABEL
@@ -22,7 +22,8 @@ WORKFLOW_LABEL = "workflows.argoproj.io/workflow"
 COMPLETED_LABEL = "workflows.argoproj.io/completed"
 STAGE_LABEL = "colchis.dev/stage"
 WATCH_S = 300
-"""A watch is opened anew after this: a connection that died silently is noticed."""
+"""The API server ends a watch after this. One that lives longer has lost its connection; both are opened anew."""
+CONNECT_S = 10
 
 
 @dataclass(frozen=True)
@@ -78,19 +79,23 @@ class Cluster:
         """What happens to the pods of a run, until every Workflow of it has ended. A Workflow creates its successor
         before it ends, so a run of many windows is followed to its end. BadData when there is none."""
         seen: dict[tuple[str, str], str] = {}
-        if not self.workflows(run):
+        found = self.workflows(run)
+        if not found:
             raise BadData(f"no Workflow of run '{run}' in namespace '{self.namespace}'", hint="submit it first")
         while True:
-            for workflow in self.workflows(run):
+            for workflow in found:
                 yield from _changes(workflow, seen)
-            if all(is_complete(w) for w in self.workflows(run)):
+            ended = {w["metadata"]["name"] for w in found if is_complete(w)}
+            if len(ended) == len(found):
                 return
-            yield from self._watch(run, seen)
+            yield from self._watch(run, seen, ended)
+            found = self.workflows(run)
 
-    def _watch(self, run: str, seen: dict[tuple[str, str], str]) -> Iterator[NodeChange]:
-        """Until some Workflow ends, or WATCH_S have passed."""
+    def _watch(self, run: str, seen: dict[tuple[str, str], str], ended: set[str]) -> Iterator[NodeChange]:
+        """Until a Workflow that is not among `ended` ends or is deleted, the connection dies, or WATCH_S have passed."""
         stream = watch.Watch()
-        with _asking(f"watch Workflows in namespace '{self.namespace}'"):
+        what = f"watch Workflows in namespace '{self.namespace}'"
+        with _asking(what), contextlib.suppress(ProtocolError, ReadTimeoutError):
             for event in stream.stream(
                 self._objects.list_namespaced_custom_object,
                 GROUP,
@@ -99,9 +104,12 @@ class Cluster:
                 "workflows",
                 label_selector=f"{RUN_LABEL}={run}",
                 timeout_seconds=WATCH_S,
+                _request_timeout=(CONNECT_S, WATCH_S + CONNECT_S),
             ):
-                yield from _changes(event["object"], seen)
-                if is_complete(event["object"]) and event["type"] != "ADDED":
+                workflow = event["object"]
+                yield from _changes(workflow, seen)
+                over = is_complete(workflow) or event["type"] == "DELETED"
+                if over and workflow["metadata"]["name"] not in ended:
                     stream.stop()
 
     def pods(self, run: str, stage: str | None = None) -> list[Any]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from colchis.components.errors import BadConfig, BadData
 from colchis.workflows.options import CONFIG, CONTEXT, JSON, NAMESPACE, POOL, SET, SHAPE, example
 
 if TYPE_CHECKING:
@@ -49,6 +50,11 @@ def submit(
     from colchis.components.config import load
     from colchis.workflows.request import default_name, workflow
 
+    if server is not None and watch:
+        raise BadConfig(
+            "--watch asks the API server, --server is for those who cannot",
+            hint="submit without --watch; `colchis status RUN --watch` follows it by the store",
+        )
     run = name or default_name(config)
     document = workflow(_pinned(load(config, assignments), config), run=run, pool=pool, shape=shape)
     if server is not None:
@@ -68,7 +74,8 @@ def submit(
 
 
 def follow(run: str, namespace: str, context: str | None, *, as_json: bool) -> int:
-    """Print what happens to the pods of a run until it ends. 0 when its newest Workflow succeeded, else 1."""
+    """Print what happens to the pods of a run until it ends. 0 when its newest Workflow succeeded, else 1.
+    BadData when none is left to say so."""
     from colchis.workflows.cluster import Cluster
 
     cluster = Cluster(namespace, context=context)
@@ -79,8 +86,10 @@ def follow(run: str, namespace: str, context: str | None, *, as_json: bool) -> i
         colour = {"Succeeded": "green", "Failed": "red", "Error": "red"}.get(change.phase)
         what = f"{change.workflow}  {change.node}".rstrip()
         click.echo(f"{change.at}  {what}  {click.style(change.phase, fg=colour)}  {change.message}".rstrip())
-    last = cluster.workflows(run)[-1]
-    return 0 if last.get("status", {}).get("phase") == "Succeeded" else 1
+    left = cluster.workflows(run)
+    if not left:
+        raise BadData(f"every Workflow of run '{run}' was deleted while it was followed", hint=f"colchis status {run}")
+    return 0 if left[-1].get("status", {}).get("phase") == "Succeeded" else 1
 
 
 @click.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from functools import wraps
@@ -32,7 +33,7 @@ def example(text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def inner(*args: Any, **kwargs: Any) -> Any:
             return function(*args, **kwargs)
 
-        inner.__doc__ = f"{function.__doc__}\n\n\b\nExample:\n  {text}\n"
+        inner.__doc__ = f"{inspect.getdoc(function)}\n\n\b\nExample:\n  {text}\n"
         return inner
 
     return decorate

@@ -1,4 +1,4 @@
-"""Starting and steering runs: what `colchis run`, `stop`, `skip`, `runs` and `status` do."""
+"""Starting and steering runs: what `colchis run`, `stop` and `skip` do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from colchis.components.config import RunConfig, load
+from colchis.components.config import RunConfig
 from colchis.components.errors import BadData
 from colchis.components.records.run import StopWish
 from colchis.components.report import find_summary, known_run
@@ -197,8 +197,3 @@ def skip(store: Store, run: str, iteration: int, reason: str) -> None:
             hint="continue the run: what is left is to load it into the engines",
         )
     Attempt(store, StageKey(run, iteration, "skip")).commit(outputs={"reason": reason, "by": getpass.getuser()})
-
-
-def load_run(path: Path, assignments: tuple[str, ...]) -> RunConfig:
-    """Read a configuration file with overrides."""
-    return load(path, assignments)

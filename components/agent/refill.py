@@ -37,6 +37,6 @@ class Refill:
             try:
                 self._agent.refill()
                 wait_s = LOOK_S
-            except ColchisError as error:
+            except (ColchisError, OSError) as error:  # a full disk passes, too; this thread must not end by it
                 wait_s = min(2 * wait_s, LONGEST_WAIT_S)
                 log.warning("the restarted engine is not filled yet, next try in %g s: %s", wait_s, error)

@@ -77,10 +77,9 @@ def command(
                 hint="pass the sections, e.g. with --parameter-file run.yaml",
             )
         record = _create(stage, asked, program)
-    elif asked is not None:
+    elif asked is not None and not _succeeded(stage, workflow):
         record = _continue(stage, record, asked, program)
-        if not _succeeded(stage, workflow):
-            stage.store.delete(keys.run_stop(stage.run))
+        stage.store.delete(keys.run_stop(stage.run))
     _publish_base(stage, record)
     Lease(stage.store, keys.pool_lease(stage.pool), holder=f"run {stage.run}", lease_s=600).acquire()
 
@@ -119,7 +118,7 @@ def command(
 
 def _succeeded(stage: Stage, workflow: str) -> bool:
     """Whether a Workflow of this name has done its part already: GitOps makes it anew after it was garbage-collected, and
-    that is no wish of anybody's to go on."""
+    that is no wish of anybody's to go on, nor to have its settings back."""
     found = stage.store.find(key := keys.run_outcome(stage.run, workflow)) if workflow else None
     return found is not None and Outcome.from_bytes(found.data, key).status == "Succeeded"
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from colchis.components.config import load, to_parameters
+from colchis.components.report import known_run
 from colchis.components.store import StageKey, Store, read_commit
 from colchis.workflows.local.weed import Weed
 from colchis.workflows.request import pin_files
@@ -83,7 +84,8 @@ def test_reached_target_ends_the_window_early(finished: Project, project: Projec
 
 
 def test_a_workflow_made_again_does_not_undo_a_stop(finished: Project, opened: Store, tmp_path: Path) -> None:
-    """Fault: GitOps that makes a garbage-collected Workflow anew, and so starts a run again that somebody stopped."""
+    """Fault: GitOps that makes a garbage-collected Workflow anew, and so starts a run again that somebody stopped, or
+    puts settings back that somebody changed."""
 
     def begin(workflow: str) -> str:
         config = pin_files(
@@ -105,4 +107,5 @@ def test_a_workflow_made_again_does_not_undo_a_stop(finished: Project, opened: S
 
     stop(opened, "r", "enough")
     assert begin("r-1") == "0"
+    assert known_run(opened, "r").config.loop.iterations == 2
     assert begin("another") == "1"

@@ -98,7 +98,13 @@ def _charts(s: Status) -> str:
             line_chart("Pause of the engines per reload, seconds", [stage("pause", ACCENT)], floor=0.0),
             line_chart(
                 "Groups without signal or valid members, share",
-                [of(lambda x: 1 - x.groups.get("trained", 0) / sum(x.groups.values()) if x.groups else None)],
+                [
+                    of(
+                        lambda x: (
+                            1 - x.groups.get("trained", 0) / sum(x.groups.values()) if any(x.groups.values()) else None
+                        )
+                    )
+                ],
                 floor=0.0,
             ),
         )

@@ -74,6 +74,13 @@ def test_page_shows_the_numbers_of_the_records(status: Status) -> None:
         assert text in html
 
 
+@pytest.mark.parametrize("groups", [{}, {"trained": 0, "no_signal": 0}])
+def test_an_iteration_without_groups_has_a_page(status: Status, groups: dict[str, int]) -> None:
+    """Fault: a skipped iteration, which no group belongs to, that ends every later Workflow of the run in `close`."""
+    status.summaries[1] = status.summaries[1].model_copy(update={"groups": groups, "samples": 0, "tokens": 0})
+    assert "<svg" in page(status)
+
+
 def test_text_from_records_is_escaped(status: Status) -> None:
     """Fault: a reason or a name that becomes markup."""
     assert "no &lt;signal&gt;" in page(status)

@@ -6,6 +6,7 @@ those of `colchis.components.errors`.
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import logging
 import signal
@@ -88,6 +89,19 @@ def main(argv: list[str] | None = None) -> int:
         traceback.print_exc()
         return 70
     return 0
+
+
+def rehearse() -> None:
+    """Do what most stages begin with, and drop it; for a process that waits to become one. Opens no connection."""
+    from colchis.components.http_client import pool_client
+    from colchis.components.store.requests import preload
+
+    async def nothing() -> None:
+        async with pool_client():
+            pass
+
+    preload()
+    asyncio.run(nothing())
 
 
 def _say(error: ColchisError) -> int:

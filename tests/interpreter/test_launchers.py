@@ -193,6 +193,31 @@ def test_a_parent_that_dies_fails_its_commands_and_is_replaced(tmp_path: Path) -
     assert asyncio.run(go()) == (137, 5)
 
 
+def test_a_spare_child_that_dies_is_replaced(tmp_path: Path) -> None:
+    """Catches a command handed to a process that was killed while it waited (out of memory, say)."""
+
+    async def go() -> list[int]:
+        launcher = toy_launcher()
+        codes = []
+        try:
+            for i in range(3):
+                process = await launcher.start(command(tmp_path / str(i), *toy("sleep", "60")))
+                parent = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[1])
+                children = Path(f"/proc/{parent}/task/{parent}/children")
+                await until(lambda path=children: len(path.read_text().split()) == 2)
+                spare = next(int(pid) for pid in children.read_text().split() if int(pid) != process.pid)
+                os.kill(spare, signal.SIGKILL)
+                process.signal(signal.SIGKILL)
+                codes.append(await asyncio.wait_for(process.wait(), 30))
+                await until(lambda pid=spare: not alive(pid))
+                codes.append((await run(launcher, tmp_path / f"after-{i}", *toy("return", "5")))[0])
+        finally:
+            await launcher.close()
+        return codes
+
+    assert asyncio.run(go()) == [137, 5] * 3
+
+
 def test_a_parent_that_cannot_import_says_so(tmp_path: Path) -> None:
     """Catches a start that waits for its deadline when the imports have failed."""
 

@@ -38,6 +38,12 @@ class Warm:
     modules: tuple[str, ...]
 
 
+_IMPORTED_AT_FIRST_USE = (
+    *("httpcore", "httpcore._backends.anyio", "anyio._backends._asyncio", "h11", "encodings.idna"),  # by httpx
+    *("numpy.ctypeslib", "numpy.random", "numpy.ma", "resource"),
+)
+"""Modules that libraries import when they are first needed, which every forked stage would pay for again."""
+
 _STAGES = ("begin", "rollout", "grade", "batch", "train", "reload", "evaluate", "close")
 TORCH_FREE = Warm(
     "torch-free",
@@ -45,6 +51,7 @@ TORCH_FREE = Warm(
         "colchis.components.__main__",
         "colchis.components.store.warm",
         *(f"colchis.components.stages.{stage}" for stage in _STAGES),
+        *_IMPORTED_AT_FIRST_USE,
     ),
 )
 TORCH = Warm(

@@ -74,7 +74,13 @@ def sync(shape: Shape) -> WorkflowTemplate:
         artifact_gc=m.ArtifactGC(strategy="Never"),
         pod_gc=m.PodGC(strategy="OnPodCompletion", delete_delay_duration="60s"),
         ttl_strategy=m.TTLStrategy(seconds_after_success=86400, seconds_after_failure=604800),
-        workflow_metadata=m.WorkflowMetadata(labels={"colchis.dev/mode": MODE}),
+        workflow_metadata=m.WorkflowMetadata(
+            labels={"colchis.dev/mode": MODE},
+            labels_from={
+                f"colchis.dev/{name}": m.LabelValueFrom(expression=f"workflow.parameters.{name}")
+                for name in ("run", "pool", "start")
+            },
+        ),
     ) as template:
         begin = stage(
             shape,

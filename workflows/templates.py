@@ -14,6 +14,7 @@ from hera.workflows import (
     ContainerNode,
     ContainerSet,
     EmptyDirVolume,
+    NoneArchiveStrategy,
     Parameter,
     Resource,
     Resources,
@@ -161,8 +162,19 @@ a container of that name to own the outputs."""
 
 
 def reload_set(shape: Shape, *, deadline_s: int = 3600) -> ContainerSet:
-    """One pod whose five containers are five visible nodes: each boundary of a reload proves itself before the next."""
-    out_args, declared = _outputs({"version": "none"}, ())
+    """One pod whose five containers are five visible nodes: each boundary of a reload proves itself before the next.
+
+    The pod's exit code is that of `main`, which is 64 when an earlier boundary failed: so a pod that was taken away is
+    tried again, and a boundary that refused is not.
+    """
+    report = S3Artifact(
+        name="report",
+        path="/tmp/outputs/report.html",
+        key="runs/{{workflow.parameters.run}}/reports/v{{inputs.parameters.version}}.html",
+        archive=NoneArchiveStrategy(),
+        optional=True,  # the first fill closes no iteration
+    )
+    out_args, declared = _outputs({"version": "none"}, [report])
     with ContainerSet(
         name="reload",
         labels=_labels("reload"),
@@ -171,6 +183,7 @@ def reload_set(shape: Shape, *, deadline_s: int = 3600) -> ContainerSet:
         active_deadline_seconds=deadline_s,
         volumes=[EmptyDirVolume(name="tmp")],
         volume_mounts=[m.VolumeMount(name="tmp", mount_path="/tmp")],
+        retry_strategy=RETRY,
     ) as reload:
         for before, boundary in zip([None, *BOUNDARIES], BOUNDARIES, strict=False):
             ContainerNode(

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from html import escape
-from pathlib import Path
 from typing import Any
 
 from colchis.components.records.iteration import Summary
 from colchis.components.report.chart import Series, line_chart
+from colchis.components.report.frame import card_row, document, table
 from colchis.components.report.status import Status, status
 from colchis.components.store import Store
 
 ACCENT, SECOND, THIRD = "#2563eb", "#d97706", "#059669"
-
-STYLE = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
 
 
 def render_report(store: Store, run: str) -> str:
@@ -24,22 +22,19 @@ def render_report(store: Store, run: str) -> str:
 def page(s: Status) -> str:
     """The report for a status that is read already."""
     alerts = "".join(f'<p class="alert">{escape(a)}</p>' for a in sorted({a for x in s.summaries for a in x.alerts}))
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{escape(s.record.run)} - Colchis</title><style>{STYLE}</style></head>
-<body>
-<h1>{escape(s.record.run)}</h1>
-<p class="lead">mode {s.record.config.mode}, configuration {s.record.config_digest[:12]},
+    return document(
+        s.record.run,
+        f"""<p class="lead">mode {s.record.config.mode}, configuration {s.record.config_digest[:12]},
 begun {escape(s.record.created_at)}, colchis {escape(s.record.code_version)}</p>
 {alerts}
-<div class="cards">{_cards(s)}</div>
+{_cards(s)}
 <h2>Curves</h2>
 <div class="charts">{_charts(s)}</div>
 <h2>Newest iterations</h2>
 {_table(s.summaries[-25:])}
 <h2>Configuration</h2>
-<pre>{escape(_configuration(s))}</pre>
-</body></html>
-"""
+<pre>{escape(_configuration(s))}</pre>""",
+    )
 
 
 def _cards(s: Status) -> str:
@@ -56,9 +51,7 @@ def _cards(s: Status) -> str:
             : 1 + (last is not first)
         ]:
             cards.append((f"{100 * e.accuracy:.1f} %", f"{label} [{100 * e.low:.1f}, {100 * e.high:.1f}]"))
-    return "".join(
-        f'<div class="card"><b>{escape(value)}</b><span>{escape(label)}</span></div>' for value, label in cards
-    )
+    return card_row(cards)
 
 
 def _charts(s: Status) -> str:
@@ -140,9 +133,8 @@ def _table(summaries: list[Summary]) -> str:
             _metric(x, "gap_mean", "{:.1e}"),
             *(f"{x.seconds.get(stage, 0.0):.2f} s" for stage in ("rollout", "train", "reload")),
         )
-        rows.append("<tr>" + "".join(f"<td>{escape(str(v))}</td>" for v in values) + "</tr>")
-    head = "".join(f"<th>{escape(n)}</th>" for n in names)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+        rows.append(values)
+    return table(names, rows)
 
 
 def _metric(x: Summary, name: str, form: str) -> str:

@@ -24,6 +24,14 @@ def reason_to_stop(config: RunConfig, summary: Summary | None) -> str | None:
     return None
 
 
+def open_iteration_of(stage: Stage) -> int:
+    """The first iteration without a summary: serving.json moves just before the summary is written."""
+    serving = stage.serving()
+    if serving is None or serving.version == 0:
+        return 0
+    return serving.version if stage.summary(serving.version - 1) is not None else serving.version - 1
+
+
 def stopped(stage: Stage, iteration: int) -> bool:
     """Whether the run stops before `iteration`: by a wish, or by what the last closed iteration found.
 

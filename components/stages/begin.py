@@ -17,9 +17,9 @@ from colchis.components.logs import event
 from colchis.components.records.rows import Rows
 from colchis.components.records.run import Outcome, RunRecord, now
 from colchis.components.report import find_run, find_stop
-from colchis.components.stages.admit import reason_to_stop
+from colchis.components.stages.admit import open_iteration_of, reason_to_stop
 from colchis.components.stages.context import Stage, scratch, stage_command
-from colchis.components.store import Lease, download_input, keys, probe, read_input, upload_input
+from colchis.components.store import download_input, keys, probe, read_input, upload_input
 from colchis.components.weights.deadline import Deadline
 from colchis.components.weights.fetch import fetch_model_folder
 from colchis.components.weights.publish import base_manifest, publish
@@ -81,14 +81,14 @@ def command(
         record = _continue(stage, record, asked, program)
         stage.store.delete(keys.run_stop(stage.run))
     _publish_base(stage, record)
-    Lease(stage.store, keys.pool_lease(stage.pool), holder=f"run {stage.run}", lease_s=600).acquire()
-
-    open_iteration = _open_iteration(stage)
+    open_iteration = open_iteration_of(stage)
     wish = find_stop(stage.store, stage.run)
     stop = wish.reason if wish else reason_to_stop(record.config, stage.summary(open_iteration - 1))
     w = window(record.config, start=_start(start), open_iteration=open_iteration, stop=stop)
     last_version = open_iteration + w.count
     final = not w.more and stage.find(last_version, "evaluate") is None
+    if w.count > 0 or final:
+        stage.claim_pool()
     if stop:
         event(logger, "the run stops here", run=stage.run, reason=stop)
     event(
@@ -233,11 +233,3 @@ def _publish_base(stage: Stage, record: RunRecord) -> None:
             stage.store, run=stage.run, model=record.model, dtype=record.config.model.dtype, scratch=folder
         )
     publish(stage.store, manifest)
-
-
-def _open_iteration(stage: Stage) -> int:
-    """The first iteration without a summary: serving.json moves just before the summary is written."""
-    serving = stage.serving()
-    if serving is None or serving.version == 0:
-        return 0
-    return serving.version if stage.summary(serving.version - 1) is not None else serving.version - 1

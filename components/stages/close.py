@@ -9,8 +9,10 @@ import click
 from colchis.components.logs import event
 from colchis.components.records.run import Outcome
 from colchis.components.report import find_run, render_report
+from colchis.components.stages.admit import open_iteration_of, stopped
 from colchis.components.stages.context import Stage, stage_command
-from colchis.components.store import Lease, keys
+from colchis.components.stages.pool import pool_lease
+from colchis.components.store import keys
 
 logger = logging.getLogger(__name__)
 
@@ -19,11 +21,19 @@ logger = logging.getLogger(__name__)
 @click.option("--workflow", required=True, help="Name of the Workflow that ends.")
 @click.option("--status", required=True, help="Its status.")
 def command(stage: Stage, workflow: str, status: str) -> None:
-    """Release the pool, record the outcome, and write the report."""
+    """Record the outcome, write the report, and release the pool, unless the next window of the run waits for it."""
     stage.store.put(keys.run_outcome(stage.run, workflow), Outcome(workflow=workflow, status=status).to_bytes())
-    Lease(stage.store, keys.pool_lease(stage.pool), holder=f"run {stage.run}", lease_s=600).release()
-    if find_run(stage.store, stage.run) is None:
+    begun = find_run(stage.store, stage.run) is not None
+    if not (begun and status == "Succeeded" and _goes_on(stage)):
+        pool_lease(stage.store, stage.pool, stage.run).release()
+    if not begun:
         event(logger, "the run never began", run=stage.run, status=status)
         return
     stage.write(report=render_report(stage.store, stage.run))
     event(logger, "workflow closed", run=stage.run, workflow=workflow, status=status)
+
+
+def _goes_on(stage: Stage) -> bool:
+    """Whether this Workflow has started a successor."""
+    open_iteration = open_iteration_of(stage)
+    return open_iteration < stage.config.loop.iterations and not stopped(stage, open_iteration)

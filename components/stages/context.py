@@ -22,6 +22,7 @@ from colchis.components.records.iteration import Admission, Summary
 from colchis.components.records.rows import Rows
 from colchis.components.records.run import RunRecord, Serving
 from colchis.components.report import find_run, find_serving, find_summary
+from colchis.components.stages.pool import keeping, pool_lease
 from colchis.components.store import (
     Attempt,
     Commit,
@@ -53,13 +54,15 @@ class Stage:
     """What is there stays as it is: it is read once."""
 
     def write(self, **values: object) -> None:
-        """Write the outputs that the manifest asked for; names use '-' where Python uses '_'."""
+        """Write the outputs that the manifest asked for, those that are not None; names use '-' where Python uses '_'."""
         given = {name.replace("_", "-"): value for name, value in values.items()}
         for name, path in self.outputs.items():
             if name not in given:
                 raise BadConfig(f"--out {name}: this stage has no such output; known: {', '.join(sorted(given))}")
-            path.parent.mkdir(parents=True, exist_ok=True)
             value = given[name]
+            if value is None:
+                continue
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(("true" if value else "false") if isinstance(value, bool) else str(value), encoding="utf-8")
 
     def key(self, iteration: int, stage: str, shard: int | None = None) -> StageKey:
@@ -125,6 +128,10 @@ class Stage:
             )
         return found
 
+    def claim_pool(self) -> None:
+        """For stages that are about to ask the engines. BadConfig names the run that has them."""
+        pool_lease(self.store, self.pool, self.run).acquire()
+
     def tokenizer(self, folder: Path) -> Tokenizer:
         """The base model's tokenizer; `folder` takes its files."""
         fetch_model_folder(self.store, self.record.model, folder, Deadline(600.0))
@@ -163,7 +170,9 @@ def stage_command(name: str, *, epilog: str = "") -> Callable[[Callable[..., Non
                         f"--{label} {value!r}: use small letters, digits and hyphens, at most 42, e.g. 'first-run'"
                     )
             outputs = {out.partition("=")[0]: Path(out.partition("=")[2]) for out in outs}
-            function(Stage(run, pool, Store(StoreSettings.from_environment()), outputs), **options)
+            store = Store(StoreSettings.from_environment())
+            with keeping(store, pool, run):
+                function(Stage(run, pool, store, outputs), **options)
 
         return wrapper
 

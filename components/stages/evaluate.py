@@ -43,6 +43,7 @@ def command(stage: Stage, version: str) -> None:
 def evaluate(stage: Stage, version: int) -> None:
     """One greedy completion per held-out prompt; unscored completions count as not correct, and are reported."""
     watch, config = Stopwatch(), stage.config
+    stage.claim_pool()
     rows = [stage.rows[index] for index in heldout(stage.rows, config.evaluation.prompts)]
     progress = Progress(len(rows))
     done: list[Trajectory] = []

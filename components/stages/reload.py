@@ -19,8 +19,10 @@ import click
 from colchis.components.errors import BadData
 from colchis.components.logs import event
 from colchis.components.records.boundary import BoundaryRecord, Passage
+from colchis.components.records.iteration import Summary
 from colchis.components.records.run import Serving
 from colchis.components.records.weights import WeightsManifest
+from colchis.components.report.iteration import iteration_page
 from colchis.components.stages.context import Stage, outputs_of, stage_command
 from colchis.components.stages.summarise import summarise
 from colchis.components.stages.train import MANIFEST
@@ -48,8 +50,8 @@ def command(stage: Stage, version: int, boundary: str) -> None:
     reload_id = _reload_id(first=boundary == "store")
     asyncio.run(_pass(stage, version, boundary, trained, reload_id))
     if boundary == "cache":
-        _close(stage, version, trained, reload_id)
-        stage.write(version=version)
+        summary, records = _close(stage, version, trained, reload_id)
+        stage.write(version=version, report=None if summary is None else iteration_page(summary, records))
 
 
 async def _pass(stage: Stage, version: int, boundary: str, trained: Commit | None, reload_id: str) -> None:
@@ -59,6 +61,8 @@ async def _pass(stage: Stage, version: int, boundary: str, trained: Commit | Non
             _publish(stage, version, trained)
         records: Sequence[BoundaryRecord] = [verify_published(stage.store, stage.run, version)]
     else:
+        if boundary == "transfer":
+            stage.claim_pool()
         manifest = read_manifest(stage.store, stage.run, version)
         async with Agents.from_environment() as agents:
             match boundary:
@@ -111,8 +115,13 @@ def _reload_id(*, first: bool) -> str:
     return reload_id
 
 
-def _close(stage: Stage, version: int, trained: Commit | None, reload_id: str) -> None:
-    """All engines agree: move serving.json, and close the iteration that made the version."""
+def _close(
+    stage: Stage, version: int, trained: Commit | None, reload_id: str
+) -> tuple[Summary | None, list[BoundaryRecord]]:
+    """All engines agree: move serving.json, and close the iteration that made the version.
+
+    Gives its summary (None for the first fill, which no iteration made) and what the boundaries recorded.
+    """
     records: list[BoundaryRecord] = []
     payload: list[Payload] = []
     for boundary in ("store", "transfer", "buffer", "load", "cache"):
@@ -122,7 +131,7 @@ def _close(stage: Stage, version: int, trained: Commit | None, reload_id: str) -
         records += Passage.from_bytes(body, key).records
     _declare(stage, version, records)
     if trained is None:
-        return
+        return None, records
     iteration = version - 1
     pause_s = max((r.proof.get("pause_s", 0.0) for r in records), default=0.0)
     if stage.find(iteration, "reload") is None:
@@ -133,9 +142,12 @@ def _close(stage: Stage, version: int, trained: Commit | None, reload_id: str) -
             outputs={"version": version, "pause_s": pause_s, "seconds": round(_seconds(records), 4)},
             inputs={trained.key: trained.digest},
         )
-    if stage.summary(iteration) is None:
-        stage.store.create(keys.summary(stage.run, iteration), summarise(stage, iteration).to_bytes())
+    summary = stage.summary(iteration)
+    if summary is None:
+        summary = summarise(stage, iteration)
+        stage.store.create(keys.summary(stage.run, iteration), summary.to_bytes())
     event(logger, "iteration closed", iteration=iteration, version=version)
+    return summary, records
 
 
 def _seconds(records: list[BoundaryRecord]) -> float:

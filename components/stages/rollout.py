@@ -51,6 +51,7 @@ def command(stage: Stage, iteration: int, shard: int, shards: int) -> None:
 def generate_shard(stage: Stage, admission: Admission, shard: int) -> None:
     """Make what earlier attempts of this shard have not stored yet, and commit the whole."""
     watch, config = Stopwatch(), stage.config
+    stage.claim_pool()
     attempt = stage.attempt(admission.iteration, "rollout", shard)
     wanted = admission.shard_groups(shard)
     progress = Progress(len(wanted))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,17 @@ class Stored:
     data: bytes
     etag: str
     """Opaque token for `replace`, never a checksum."""
+    age_s: float = 0.0
+    """How long ago it was written when it was read, both by the store's clock, in whole seconds. Ask it nothing that must
+    hold when that clock jumps."""
+
+
+def _age_s(answer: Any) -> float:
+    date, written = answer["ResponseMetadata"]["HTTPHeaders"].get("date"), answer.get("LastModified")
+    if date is None or written is None:
+        return 0.0
+    age_s: float = (parsedate_to_datetime(date) - written).total_seconds()
+    return max(0.0, age_s)
 
 
 class Store:
@@ -38,7 +50,7 @@ class Store:
 
         def read() -> Stored:
             answer = self.requests.client.get_object(Bucket=self.settings.bucket, Key=key)
-            return Stored(data=answer["Body"].read(), etag=answer["ETag"])
+            return Stored(data=answer["Body"].read(), etag=answer["ETag"], age_s=_age_s(answer))
 
         try:
             return self.requests.call("get", key, read)

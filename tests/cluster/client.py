@@ -116,6 +116,62 @@ class Cluster:
                     if not waiting:
                         follow.stop()
 
+    def pod_of(self, workflow: str, stage: str, *, after: Iterable[str] = (), deadline_s: float) -> Json:
+        """A pod of a stage as soon as its containers run, none of those named in `after`."""
+        selector = f"workflows.argoproj.io/workflow={workflow},colchis.dev/stage={stage}"
+        follow = watch.Watch()
+        known = set(after)
+        for event in follow.stream(
+            self.core.list_namespaced_pod, NAMESPACE, label_selector=selector, timeout_seconds=int(deadline_s)
+        ):
+            pod = event["object"]
+            if event["type"] != "DELETED" and pod.status.phase == "Running" and pod.metadata.name not in known:
+                follow.stop()
+                return pod
+        raise TimeoutError(f"no pod of stage {stage} of {workflow} runs after {deadline_s:.0f} s")
+
+    def node_message(self, workflow: str, template: str, word: str, *, deadline_s: float) -> str:
+        """What a pod of a template says for itself, as soon as that has `word` in it."""
+        follow = watch.Watch()
+        for event in follow.stream(
+            self.objects.list_namespaced_custom_object,
+            **GROUP,
+            plural="workflows",
+            field_selector=f"metadata.name={workflow}",
+            timeout_seconds=int(deadline_s),
+        ):
+            for node in _nodes(event["object"].get("status", {})).values():
+                if node.get("templateName") == template and word in node.get("message", ""):
+                    follow.stop()
+                    return str(node["message"])
+        raise TimeoutError(f"no pod of {template} of {workflow} said '{word}' in {deadline_s:.0f} s")
+
+    def delete_pod(self, name: str, *, grace_s: int | None = None) -> None:
+        """Asks for the end of a pod; with `grace_s=0` it is gone at once, for the API server."""
+        self.core.delete_namespaced_pod(name, NAMESPACE, grace_period_seconds=grace_s)
+
+    def drain_pod(self, pod: Json, *, deadline_s: float = 120.0) -> int | None:
+        """Deletes a pod and waits until it is gone; the exit code of its container `main`, None when nobody saw one."""
+        self.delete_pod(pod.metadata.name)
+        follow = watch.Watch()
+        code: int | None = None
+        for event in follow.stream(
+            self.core.list_namespaced_pod,
+            NAMESPACE,
+            field_selector=f"metadata.name={pod.metadata.name}",
+            timeout_seconds=int(deadline_s),
+        ):
+            seen = event["object"]
+            if seen.metadata.uid != pod.metadata.uid:
+                break
+            for status in seen.status.container_statuses or []:
+                if status.name == "main" and status.state.terminated:
+                    code = status.state.terminated.exit_code
+            if event["type"] == "DELETED":
+                break
+        follow.stop()
+        return code
+
     def config_map(self, name: str, data: dict[str, str]) -> None:
         """Creates or replaces a ConfigMap."""
         body = {"metadata": {"name": name}, "data": data}

@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
 from colchis.components.errors import BadConfig, BadData
 from colchis.components.store import Lease, Store, keys
+from colchis.components.store.lease import RENEWALS
 from colchis.components.store.record import sealed
+from colchis.components.store.store import Stored
 from tests.faults import Fault, FaultProxy
 
 KEY = keys.pool_lease("pool-a")
@@ -71,14 +74,48 @@ def test_a_holder_that_renews_keeps_it(store: Store) -> None:
 
 
 def test_a_first_look_proves_nothing(store: Store) -> None:
-    """A lease written long ago may have been renewed a moment ago: only what was watched counts."""
-    Lease(store, KEY, "run a", 0.3).acquire()
-    time.sleep(0.5)
+    """A lease written long ago may be renewed any moment: an observer watches it, however old it is."""
+    Lease(store, KEY, "run a", 0.6).acquire()
     observer = Lease(store, KEY, "run b", 60)
     with pytest.raises(BadConfig, match="held by 'run a'"):
         observer.acquire()
-    time.sleep(0.5)
+    time.sleep(0.8)
     observer.acquire()  # the same observer has now watched it for longer than it lasts
+
+
+def test_an_abandoned_lease_is_taken_by_who_has_just_come(store: Store) -> None:
+    """Fault: pods come and go faster than a lease runs out, so that the pool of a run which died is never free again."""
+    Lease(store, KEY, "run a", 3.0).acquire()
+    time.sleep(4.5)  # the store's clock tells whole seconds
+    started_s = time.monotonic()
+    Lease(store, KEY, "run b", 60).acquire()
+    assert time.monotonic() - started_s >= 1.0, "it watched for two renewals"
+
+
+def test_a_clock_of_the_store_that_jumps_frees_no_lease(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: a holder that lives loses its pool because the store's clock says that its lease is old."""
+    holder, stop = Lease(store, KEY, "run a", 3.0), threading.Event()
+    holder.acquire()
+
+    def renew() -> None:
+        while not stop.wait(3.0 / RENEWALS):
+            holder.renew()
+
+    thread = threading.Thread(target=renew)
+    thread.start()
+    observed = store.find
+
+    def a_day_later(key: str) -> Stored | None:
+        found = observed(key)
+        return None if found is None else replace(found, age_s=86_400.0)
+
+    monkeypatch.setattr(store, "find", a_day_later)
+    try:
+        with pytest.raises(BadConfig, match="held by 'run a'"):
+            Lease(store, KEY, "run b", 3.0).acquire(wait_s=4.0)
+    finally:
+        stop.set()
+        thread.join()
 
 
 def test_wall_clocks_play_no_part(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,7 +162,11 @@ class _Checker:
             self.mapping(spec["synchronization"], "spec.synchronization", {"mutexes"})
             self.items(spec["synchronization"]["mutexes"], "spec.synchronization.mutexes", self.mutex)
         if "workflowMetadata" in spec:
-            self.mapping(spec["workflowMetadata"], "spec.workflowMetadata", {"labels", "annotations"})
+            metadata = self.mapping(
+                spec["workflowMetadata"], "spec.workflowMetadata", {"labels", "annotations", "labelsFrom"}
+            )
+            for label, source in metadata.get("labelsFrom", {}).items():
+                self.mapping(source, f"spec.workflowMetadata.labelsFrom.{label}", {"expression"})
         self.each(spec, "spec", {"volumes": self.volumes, "podSpecPatch": self.pod_patch})
         self.items(spec.get("templates", []), "templates", self.template)
 

@@ -32,6 +32,8 @@ import yaml
 from colchis.components.errors import BadConfig
 from colchis.workflows.local.accepted import check, load_manifests, load_templates
 from colchis.workflows.local.calls import Event, EventKind, Settings
+from colchis.workflows.local.expression_tree import ExpressionError
+from colchis.workflows.local.expressions import evaluate
 from colchis.workflows.local.launcher import Launcher
 from colchis.workflows.local.nodes import Nodes, Phase, timestamp
 from colchis.workflows.local.spec_check import check_spec
@@ -208,6 +210,18 @@ class Interpreter:
             parameters.append({"name": parameter["name"], "value": value})
             values[f"workflow.parameters.{parameter['name']}"] = value
         values["workflow.parameters"] = json.dumps(parameters, separators=(",", ":"))
+        for label, source in given.get("labelsFrom", {}).items():
+            try:
+                found = evaluate(source["expression"], values)
+            except ExpressionError as error:
+                raise BadConfig(str(error), where=f"{name}: spec.workflowMetadata.labelsFrom.{label}") from error
+            if not isinstance(found, str):
+                raise BadConfig(
+                    f"the expression of label {label} gives {found!r}, not a text",
+                    where=f"{name}: spec.workflowMetadata.labelsFrom.{label}",
+                    hint="string(...) makes one",
+                )
+            values[f"workflow.labels.{label}"] = found
         return values
 
     def _create_successor(

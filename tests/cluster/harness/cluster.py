@@ -2,6 +2,7 @@
 
 Everything lives in one private mount, network and pid namespace under one process (keeper.sh, inner.sh): ending that
 process ends all of it. What stays is in the cache folder: the built parts, containerd's images and the last run's logs.
+Clusters of different COLCHIS_CLUSTER_NAME run side by side.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from pathlib import Path
 
 from tests.cluster.harness import build
 
-STATE = build.CACHE / "state"
+NAME = os.environ.get("COLCHIS_CLUSTER_NAME") or "test"
+STATE = build.CACHE / "clusters" / NAME
+CGROUP = f"colchis-{NAME}"
 REPOSITORY = build.HERE.parents[2]
 HOST = "10.244.0.1"
 STAGE_NAMES = ("stage", "trainer", "engine-embedded")
@@ -34,7 +37,7 @@ class CannotStart(RuntimeError):
 
 
 def is_up() -> bool:
-    """Whether a cluster of this cache folder is running."""
+    """Whether the cluster of this name is running."""
     return _process_one() is not None
 
 
@@ -47,6 +50,12 @@ def up(*, lifeline: int | None = None) -> bool:
     with (STATE / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if is_up():
+            checkout = (STATE / "checkout").read_text()
+            if checkout != str(REPOSITORY):
+                raise CannotStart(
+                    f"the cluster '{NAME}' that is up runs the code of {checkout}, not of {REPOSITORY}; "
+                    "end it there (`make cluster-down`), or set COLCHIS_CLUSTER_NAME to another name"
+                )
             return False
         _start(lifeline)
         return True
@@ -56,12 +65,13 @@ def _start(lifeline: int | None) -> None:
     if not Path("/sys/fs/cgroup/cpu").is_dir():
         raise CannotStart(
             "this machine has no cgroup v1 hierarchy, which the harness is written for; "
-            "use a cluster of your own: KUBECONFIG=... pytest tests/cluster"
+            "use a cluster of your own: COLCHIS_KUBECONFIG=... make test-cluster"
         )
     environment = {**os.environ, **_inner_environment()}
     for folder in ("store", "logs", "podlogs", "kubelet", "pki"):
         shutil.rmtree(STATE / folder, ignore_errors=True)
     (STATE / "pki").mkdir(parents=True)
+    (STATE / "checkout").write_text(str(REPOSITORY))
     _make_certificates(STATE / "pki")
     secret = {
         "endpoint": f"http://{HOST}:8333",
@@ -116,8 +126,12 @@ def down() -> None:
 def run(command: Sequence[str]) -> int:
     """Runs `command` inside the cluster, on this terminal; starts a cluster for it when none is up, and ends that one.
 
-    The exit code is the command's. A cluster started here also ends when this process is killed.
+    The exit code is the command's. A cluster started here also ends when this process is killed. With COLCHIS_KUBECONFIG
+    it runs on this machine, against the cluster which that names.
     """
+    if own := os.environ.get("COLCHIS_KUBECONFIG"):
+        environment = {**os.environ, "KUBECONFIG": own, "COLCHIS_TEST_CLUSTER": "yes"}
+        return subprocess.run(command, env=environment).returncode
     with _cluster_for_a_command():
         return subprocess.run(inside(command), env=_command_environment()).returncode
 
@@ -152,6 +166,7 @@ def _inner_environment() -> Mapping[str, str]:
         raise CannotStart(f"{packages} does not exist: the pods run Debian's python3.11 with the packages of .venv")
     return {
         "STATE": str(STATE),
+        "CGROUP": CGROUP,
         "HARNESS": str(build.HERE),
         "REPOSITORY": str(REPOSITORY),
         "PACKAGES": str(packages),

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Process 1 of the test cluster, in new mount, network and pid namespaces: one node, the control plane, Argo, a store.
-# Everything it starts dies with it. From cluster.py: STATE, HARNESS, CRDS, IMAGES, REPOSITORY, PACKAGES, PATH, and
+# Everything it starts dies with it. From cluster.py: STATE, CGROUP, HARNESS, CRDS, IMAGES, REPOSITORY, PACKAGES, PATH, and
 # file descriptor 4, to which it writes "ready" once.
 set -u
 host=10.244.0.1 pki=$STATE/pki run=/run/colchis
@@ -9,15 +9,25 @@ deadline=$((SECONDS + 180))
 
 mount --make-rshared /
 mount -t tmpfs tmpfs /run
-mkdir -p /run/lock /run/netns $run/cni $run/names $STATE/{logs,kubelet,podlogs,containerd,store}
+mkdir -p /run/lock /run/netns $run/{cni,names,pids,held} $STATE/{logs,kubelet,podlogs,containerd,store}
 mkdir -p $run/environment/{code/colchis,packages} # overlays/test/environment.yaml has this path
 ip link set lo up
 sysctl -qw net.ipv4.ip_forward=1
 
+# A part that ends stays ended, except while a file of its name lies in $run/held: it starts again when that is removed.
+# So tests/cluster/faults.py takes it away for a while.
 start() { # NAME COMMAND...
   local name=$1
   shift
-  "$@" > "$STATE/logs/$name.log" 2>&1 < /dev/null 4>&- &
+  (
+    while :; do
+      "$@" >> "$STATE/logs/$name.log" 2>&1 < /dev/null &
+      echo $! > "$run/pids/$name"
+      wait $!
+      [ -e "$run/held/$name" ] || break
+      while [ -e "$run/held/$name" ]; do sleep 0.1; done
+    done
+  ) 4>&- &
 }
 until_true() { # WHAT COMMAND...: asked again until it succeeds; these services have no readiness event to wait for
   local what=$1
@@ -100,9 +110,9 @@ if [ -n "$BUILT_STAGE" ]; then # the image of images/stage itself, for stages an
   ctr image tag --force "$BUILT_STAGE_IMAGE" "docker.io/colchis/stage:$VERSION" > /dev/null || exit 1
 fi
 
-for group in cpu cpuacct cpuset memory devices freezer blkio pids systemd; do mkdir -p /sys/fs/cgroup/$group/colchis-test; done
+for group in cpu cpuacct cpuset memory devices freezer blkio pids systemd; do mkdir -p /sys/fs/cgroup/$group/$CGROUP; done
 for file in cpus mems; do
-  cat /sys/fs/cgroup/cpuset/cpuset.$file > /sys/fs/cgroup/cpuset/colchis-test/cpuset.$file
+  cat /sys/fs/cgroup/cpuset/cpuset.$file > /sys/fs/cgroup/cpuset/$CGROUP/cpuset.$file
 done
 cat > $run/kubelet.yaml << T
 apiVersion: kubelet.config.k8s.io/v1beta1
@@ -114,7 +124,7 @@ tlsCertFile: $pki/server.crt
 tlsPrivateKeyFile: $pki/server.key
 containerRuntimeEndpoint: unix://$run/containerd.sock
 cgroupDriver: cgroupfs
-cgroupRoot: /colchis-test
+cgroupRoot: /$CGROUP
 failCgroupV1: false
 failSwapOn: false
 featureGates: {KubeletInUserNamespace: true}

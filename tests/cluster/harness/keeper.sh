@@ -16,5 +16,5 @@ fi
 wait "$cluster"
 if [ -n "${reader-}" ]; then kill "$reader" 2> /dev/null; fi
 rm -f "$STATE/unshare.pid"
-find /sys/fs/cgroup/*/colchis-test -depth -type d -exec rmdir {} \; 2> /dev/null
+find /sys/fs/cgroup/*/"$CGROUP" -depth -type d -exec rmdir {} \; 2> /dev/null
 exit 0

@@ -9,7 +9,7 @@ UV_VERSION := 0.13.9
 export OMP_NUM_THREADS = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo base test test-slow test-cluster test-cluster-image test-sglang cluster-up cluster-down check render requirements clean
+.PHONY: help setup demo base test test-slow test-cluster test-cluster-full test-cluster-image test-sglang cluster-up cluster-down check render requirements clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -37,9 +37,12 @@ test: setup ## all tests that need neither a cluster nor SGLang
 	$(BIN)/pytest -q -m "not cluster and not sglang and not slow"
 
 test-slow: setup ## runs that are killed at every stage, and continued
-	$(BIN)/pytest -q -m slow tests
+	$(BIN)/pytest -q -m "slow and not cluster" tests
 
 test-cluster: base ## conformance and a run on a real Kubernetes with Argo, started here (root; 20 minutes the first time)
+	$(BIN)/python -m tests.cluster.harness run $(BIN)/pytest -q -m "cluster and not slow" tests/cluster
+
+test-cluster-full: base ## with every fault, two pools and sixty iterations (an hour)
 	$(BIN)/python -m tests.cluster.harness run $(BIN)/pytest -q -m cluster tests/cluster
 
 test-cluster-image: base ## the same run, its stages from the image of images/stage (builds it; minutes)

@@ -12,6 +12,10 @@ import pytest
 
 from colchis.components.store import Store, StoreSettings
 from tests.cluster.client import Cluster
+from tests.cluster.runs import ITERATIONS, digests_of, ended, submit
+from tests.run.conftest import make_project, model
+
+__all__ = ["model"]
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLE = REPOSITORY / "examples/arithmetic/run.yaml"
@@ -57,6 +61,21 @@ def wait_for(url: str, deadline_s: float, allow: Container[int] = ()) -> None:
             if time.monotonic() > until:
                 raise TimeoutError(f"{url} does not answer after {deadline_s:g} s") from error
             time.sleep(0.5)
+
+
+@pytest.fixture(scope="session")
+def config(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two iterations of a tiny random model, whose weights change in both."""
+    return make_project(model, tmp_path_factory.mktemp("project")).folder / "run.yaml"
+
+
+@pytest.fixture(scope="session")
+def calm(config: Path, cluster: Cluster, store: Store, pool: list[str]) -> list[str]:
+    """The weights of an undisturbed run of `config`, by iteration."""
+    ended(cluster, submit(config, "calm"))
+    digests = digests_of(store, "calm")
+    assert len(set(digests)) == ITERATIONS, "each iteration changes the weights"
+    return digests
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,17 +18,12 @@ from colchis.components.records.run import Outcome
 from colchis.components.store import Store, keys
 from tests.cluster.client import Cluster
 from tests.cluster.conftest import EXAMPLE, SMALL, wait_for
+from tests.cluster.runs import colchis
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200), pytest.mark.usefixtures("strict")]
 
 RUN = "second"
 SETTINGS = [part for setting in (*SMALL, "loop.iterations=1") for part in ("--set", setting)]
-
-
-def colchis(*words: str, deadline_s: float = 900.0, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "colchis.workflows.cli", *words]
-    env = {**os.environ, **environment}
-    return subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, env=env, check=False)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,67 @@
+"""Two pools of engines, and who may have one."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from colchis.components.store import Lease, Store, keys
+from tests.cluster.client import Cluster
+from tests.cluster.conftest import wait_for
+from tests.cluster.runs import DEADLINE_S, REPOSITORY, digests_of, ended, submit
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.usefixtures("strict", "pool"),
+]
+
+
+@pytest.fixture(scope="module")
+def other(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A second pool, made as docs/operations.md says: a copy of the folder of the first, with another name in it."""
+    manifests = tmp_path_factory.mktemp("pools") / "manifests"
+    shutil.copytree(REPOSITORY / "manifests", manifests)
+    folder = manifests / "overlays/test/pool-other"
+    shutil.copytree(manifests / "overlays/test/pool-main", folder)
+    file = folder / "kustomization.yaml"
+    file.write_text(file.read_text().replace("main", "other") + "namespace: colchis\n")
+    apply = ["kubectl", "apply", "--server-side", "-k", str(folder)]
+    done = subprocess.run(apply, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    with cluster.scaled("colchis-engines-other", 1) as addresses:
+        for address in addresses.values():
+            wait_for(f"http://{address}:9000/live", deadline_s=180)
+        yield "other"
+    subprocess.run(["kubectl", "delete", "-k", str(folder)], capture_output=True, timeout=120, check=True)
+
+
+def test_two_runs_at_once_and_a_third_that_is_refused(
+    config: Path, calm: list[str], cluster: Cluster, store: Store, other: str
+) -> None:
+    """Fault: runs that mix their engines or wait for each other; a third that pushes its weights into a pool in use."""
+    east = submit(config, "east")
+    cluster.pod_of(east, "rollout", deadline_s=DEADLINE_S)
+    west, third = submit(config, "west", "--pool", other), submit(config, "third")
+    ended(cluster, third, phase="Failed")
+    assert "held by 'run east', wanted by 'run third'" in cluster.logs(third)
+    for workflow in (east, west):
+        ended(cluster, workflow)
+    assert digests_of(store, "east") == digests_of(store, "west") == calm
+
+
+def test_the_pool_of_a_run_that_died_is_taken(config: Path, calm: list[str], cluster: Cluster, store: Store) -> None:
+    """Fault: a Workflow that was deleted, so that nothing released its pool, keeps every other run out for good."""
+    lease_s = 90
+    Lease(store, keys.pool_lease("main"), holder="run dead", lease_s=lease_s).acquire()
+    acquired_s = time.monotonic()
+    ended(cluster, submit(config, "early"), phase="Failed")
+    time.sleep(max(0.0, acquired_s + lease_s + 2 - time.monotonic()))
+    ended(cluster, submit(config, "heir"))
+    assert digests_of(store, "heir") == calm

@@ -27,14 +27,15 @@ from hera.workflows import (
 
 import colchis
 
-TEMPFAIL, TERMINATED, KILLED = 75, 143, 137
-"""Exit codes worth another try: temporary failure, SIGTERM, SIGKILL (out of memory, lost node)."""
+TAKEN_AWAY = [75, 137, 143, 2]
+"""Exit codes worth another try: temporary failure, SIGKILL (out of memory, lost node), SIGTERM, and SIGTERM at a moment when
+Argo's executor does not handle it: it is process 1 of the container, and Go then ends with 2. No stage ends with that."""
 
 RETRY = RetryStrategy(
     limit="5",
     retry_policy="Always",
     backoff=m.Backoff(duration="2s", factor="2", max_duration="5m"),
-    expression=f"lastRetry.status == 'Error' || (asInt(lastRetry.exitCode) in [{TEMPFAIL}, {KILLED}, {TERMINATED}])",
+    expression=f"lastRetry.status == 'Error' || (asInt(lastRetry.exitCode) in {TAKEN_AWAY})",
 )
 
 DIGEST = "digest of this template"

@@ -116,18 +116,24 @@ class Cluster:
                     if not waiting:
                         follow.stop()
 
-    def pod_of(self, workflow: str, stage: str, *, after: Iterable[str] = (), deadline_s: float) -> Json:
-        """A pod of a stage as soon as its containers run, none of those named in `after`."""
+    def pod_of(self, workflow: str, stage: str, *, deadline_s: float) -> Json:
+        """A pod of a stage as soon as its containers run. TimeoutError when the Workflow ends before."""
         selector = f"workflows.argoproj.io/workflow={workflow},colchis.dev/stage={stage}"
-        follow = watch.Watch()
-        known = set(after)
-        for event in follow.stream(
-            self.core.list_namespaced_pod, NAMESPACE, label_selector=selector, timeout_seconds=int(deadline_s)
-        ):
-            pod = event["object"]
-            if event["type"] != "DELETED" and pod.status.phase == "Running" and pod.metadata.name not in known:
-                follow.stop()
-                return pod
+        until = time.monotonic() + deadline_s
+        while time.monotonic() < until:
+            follow = watch.Watch()
+            for event in follow.stream(
+                self.core.list_namespaced_pod, NAMESPACE, label_selector=selector, timeout_seconds=10
+            ):
+                pod = event["object"]
+                if event["type"] != "DELETED" and pod.status.phase == "Running":
+                    follow.stop()
+                    return pod
+            now = self.objects.get_namespaced_custom_object(**GROUP, plural="workflows", name=workflow)
+            if _is_complete(now):
+                raise TimeoutError(
+                    f"{workflow} ended ({now['status']['phase']}) before a pod of stage {stage} ran\n{self.logs(workflow)}"
+                )
         raise TimeoutError(f"no pod of stage {stage} of {workflow} runs after {deadline_s:.0f} s")
 
     def node_message(self, workflow: str, template: str, word: str, *, deadline_s: float) -> str:

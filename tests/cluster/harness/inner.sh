@@ -64,7 +64,12 @@ start dnsmasq dnsmasq --keep-in-foreground --no-resolv --no-hosts --hostsdir=$ru
 
 start etcd etcd --data-dir $run/etcd --unsafe-no-fsync --listen-client-urls http://127.0.0.1:2379 \
   --advertise-client-urls http://127.0.0.1:2379 --listen-peer-urls http://127.0.0.1:2380
-start store env AWS_ACCESS_KEY_ID="$ACCESS_KEY" AWS_SECRET_ACCESS_KEY="$SECRET_KEY" weed mini -dir="$STATE/store" \
+# Its servers meet at sockets in /tmp that are named by port: a /tmp of its own, or two clusters would mix their stores.
+mkdir -p $run/store
+mount --bind "$STATE/store" $run/store
+# shellcheck disable=SC2016
+start store env AWS_ACCESS_KEY_ID="$ACCESS_KEY" AWS_SECRET_ACCESS_KEY="$SECRET_KEY" unshare --mount \
+  sh -c 'mount -t tmpfs tmpfs /tmp && exec "$@"' sh weed mini -dir=$run/store \
   -ip=$host -ip.bind=$host -master.telemetry=false -webdav=false -admin.ui=false -s3.port.iceberg=0 -s3.port.lance=0 \
   -bucket=colchis
 

@@ -64,12 +64,14 @@ start dnsmasq dnsmasq --keep-in-foreground --no-resolv --no-hosts --hostsdir=$ru
 
 start etcd etcd --data-dir $run/etcd --unsafe-no-fsync --listen-client-urls http://127.0.0.1:2379 \
   --advertise-client-urls http://127.0.0.1:2379 --listen-peer-urls http://127.0.0.1:2380
-# Its servers meet at sockets in /tmp that are named by port: a /tmp of its own, or two clusters would mix their stores.
-mkdir -p $run/store
+# Its servers meet at sockets in /tmp that are named by port. They stay in a layer of their own over it, or two clusters
+# would mix their stores; what is there already, perhaps the checkout, is seen through it.
+mkdir -p $run/store $run/tmp/{upper,work}
 mount --bind "$STATE/store" $run/store
 # shellcheck disable=SC2016
 start store env AWS_ACCESS_KEY_ID="$ACCESS_KEY" AWS_SECRET_ACCESS_KEY="$SECRET_KEY" unshare --mount \
-  sh -c 'mount -t tmpfs tmpfs /tmp && exec "$@"' sh weed mini -dir=$run/store \
+  sh -c "mount -t overlay overlay -o lowerdir=/tmp,upperdir=$run/tmp/upper,workdir=$run/tmp/work /tmp && "'exec "$@"' \
+  sh weed mini -dir=$run/store \
   -ip=$host -ip.bind=$host -master.telemetry=false -webdav=false -admin.ui=false -s3.port.iceberg=0 -s3.port.lance=0 \
   -bucket=colchis
 

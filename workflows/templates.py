@@ -35,7 +35,10 @@ RETRY = RetryStrategy(
     limit="5",
     retry_policy="Always",
     backoff=m.Backoff(duration="2s", factor="2", max_duration="5m"),
-    expression=f"lastRetry.status == 'Error' || (asInt(lastRetry.exitCode) in {TAKEN_AWAY})",
+    expression=(
+        f"lastRetry.status == 'Error' || (asInt(lastRetry.exitCode) in {TAKEN_AWAY})"
+        " || lastRetry.message contains 'context canceled'"  # terminated while the executor starts the program: 64
+    ),
 )
 
 DIGEST = "digest of this template"

@@ -65,6 +65,11 @@ class Cluster:
                 return
         raise TimeoutError(f"{plural}/{name} still exists 300 s after its deletion")
 
+    def running(self) -> list[str]:
+        """Names of the Workflows that have not ended."""
+        listed = self.objects.list_namespaced_custom_object(**GROUP, plural="workflows")["items"]
+        return [w["metadata"]["name"] for w in listed if not _is_complete(w)]
+
     def wait(self, names: Iterable[str], deadline_s: float) -> dict[str, Json]:
         """The status of each Workflow when it has ended; TimeoutError names those that have not."""
         return dict(self._endings(set(names), deadline_s))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,3 +31,12 @@ def killed(part: Part) -> Iterator[None]:
         yield
     finally:
         mark.unlink()
+        if part == "apiserver":
+            _wait_for_api()
+
+
+def _wait_for_api(deadline_s: float = 120.0) -> None:
+    until = time.monotonic() + deadline_s
+    while subprocess.run(["kubectl", "get", "--raw", "/readyz"], capture_output=True, check=False).returncode != 0:
+        assert time.monotonic() < until, f"the API server is not back after {deadline_s:.0f} s"
+        time.sleep(0.5)

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from colchis.components.store import StageKey, Store, find_commit
+from colchis.components.store import StageKey, Store, find_commit, keys
 from tests.cluster.client import Cluster
 from tests.cluster.faults import killed
 from tests.cluster.runs import DEADLINE_S, argo, digests_of, ended, shape, submit
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800), pytest.mark.usefixtures("strict", "pool")]
+
+
+@pytest.fixture(autouse=True)
+def alone(cluster: Cluster, store: Store) -> Iterator[None]:
+    """A test that fails leaves the pool to the next one."""
+    yield
+    for workflow in cluster.running():
+        cluster.delete("workflows", workflow)
+        store.delete(keys.pool_lease("main"))
 
 
 def test_pods_deleted_while_they_run(config: Path, calm: list[str], cluster: Cluster, store: Store) -> None:

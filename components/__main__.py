@@ -13,6 +13,8 @@ import signal
 import sys
 import tempfile
 import traceback
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 
 import click
@@ -32,6 +34,10 @@ STAGES = {
     "close": "release the pool, record the outcome, write the report",
     "agent": "the sidecar beside an engine",
 }
+
+
+LAST_WORD = Path("/dev/termination-log")
+"""A file that Kubernetes makes in each container. Argo shows what is in it as the message of a failed node."""
 
 
 class _Stages(click.Group):
@@ -87,6 +93,7 @@ def main(argv: list[str] | None = None) -> int:
         if isinstance(e, OSError) and (full := no_room(e, tempfile.gettempdir())) is not None:
             return _say(full)
         traceback.print_exc()
+        _leave(e)
         return 70
     return 0
 
@@ -107,7 +114,15 @@ def rehearse() -> None:
 def _say(error: ColchisError) -> int:
     fields = {"exit": error.exit_code}
     logging.getLogger("colchis").error("%s: %s", type(error).__name__, error, extra={"fields": fields})
+    _leave(error)
     return error.exit_code
+
+
+def _leave(error: Exception) -> None:
+    """Says why once more, in a pod: its log may be gone before anybody looks, its node's message is not."""
+    if LAST_WORD.exists():
+        with suppress(OSError):  # the log has said it, and the exit code must not change
+            LAST_WORD.write_text(f"{type(error).__name__}: {error}"[:1000], encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -203,7 +203,7 @@ def _command_environment() -> dict[str, str]:
 
 
 def _path() -> str:
-    parts = [build.kube(), build.argo(), build.etcd(), build.kubectl(), REPOSITORY / ".venv/bin"]
+    parts = [build.kube(), build.argo(), build.flux(), build.etcd(), build.kubectl(), REPOSITORY / ".venv/bin"]
     return ":".join([*map(str, parts), "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"])
 
 

@@ -9,7 +9,7 @@ UV_VERSION := 0.13.9
 export OMP_NUM_THREADS = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo base test test-slow test-cluster test-cluster-full test-cluster-image test-sglang cluster-up cluster-down check render requirements clean
+.PHONY: help setup package demo base test test-slow test-cluster test-cluster-full test-cluster-image test-sglang cluster-up cluster-down check render requirements clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -26,6 +26,9 @@ $(VENV)/.ready: requirements/dev.txt pyproject.toml | $(UV)
 	touch $@
 
 setup: $(VENV)/.ready ## make the Python environment in .venv
+
+package: setup ## install a package of yours beside Colchis: make package FOLDER=...
+	$(UV) pip install -q --python $(BIN)/python -e $(FOLDER)
 
 base: setup ## make the small base model of examples/arithmetic (cached)
 	$(BIN)/python examples/arithmetic/make_base.py

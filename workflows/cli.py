@@ -13,7 +13,7 @@ import click
 import colchis
 from colchis.components.errors import ColchisError, no_room
 from colchis.workflows.cluster_commands import COMMANDS
-from colchis.workflows.options import CONFIG, JSON, SET, SHAPE, example
+from colchis.workflows.options import CONFIG, JSON, RUN, RUN_NAME, SET, SHAPE, Name, example, write_text
 
 
 class _Cli(click.Group):
@@ -75,10 +75,15 @@ def validate(config: Path, assignments: tuple[str, ...], as_json: bool) -> None:
 @main.command()
 @CONFIG
 @SET
-@click.option("--run", "name", help="Name of the run. [default: the file's or its folder's name]")
-@click.option("--pool", default="main", show_default=True, help="Name of the pool of engines to start.")
-@click.option("--engines", default=2, show_default=True, type=click.IntRange(1, 64), help="Engines in the pool.")
-@click.option("--engine", "kind", type=click.Choice(["embedded", "sglang"]), default="embedded", show_default=True)
+@RUN_NAME
+@click.option("--pool", type=Name(), help="Pool of engines. [default: the one that is up, or main]")
+@click.option("--engines", type=click.IntRange(1, 64), help="Engines in the pool. [default: those that are up, or 2]")
+@click.option(
+    "--engine",
+    "kind",
+    type=click.Choice(["embedded", "sglang"]),
+    help="Kind of engine. [default: the one that is up, or embedded]",
+)
 @SHAPE
 @click.option("--exec", "exec_", is_flag=True, help="Start every stage as a fresh process (the slow reference).")
 @click.option("--manifests", type=click.Path(path_type=Path), help="Folder of rendered templates.")
@@ -88,9 +93,9 @@ def run(
     config: Path,
     assignments: tuple[str, ...],
     name: str | None,
-    pool: str,
-    engines: int,
-    kind: str,
+    pool: str | None,
+    engines: int | None,
+    kind: str | None,
     shape: str,
     exec_: bool,
     manifests: Path | None,
@@ -122,7 +127,7 @@ def run(
 
 
 @main.command()
-@click.option("--pool", default="main", show_default=True, help="Name of the pool.")
+@click.option("--pool", type=Name(), default="main", show_default=True, help="Name of the pool.")
 @click.option("--engines", default=2, show_default=True, type=click.IntRange(1, 64), help="Engines in the pool.")
 @click.option("--engine", "kind", type=click.Choice(["embedded", "sglang"]), default="embedded", show_default=True)
 @click.option(
@@ -215,7 +220,7 @@ def runs(as_json: bool) -> None:
 
 
 @main.command()
-@click.argument("run")
+@RUN
 @click.option("--last", default=10, show_default=True, type=click.IntRange(1), help="Iterations to show.")
 @click.option("--watch", is_flag=True, help="Show changes until the run's last iteration is closed.")
 @JSON
@@ -243,7 +248,7 @@ def status(run: str, last: int, watch: bool, as_json: bool) -> None:
 
 
 @main.command()
-@click.argument("run")
+@RUN
 @click.option("--to", type=click.Path(path_type=Path), help="File. [default: RUN.html]")
 @example("colchis report arithmetic --to report.html")
 def report(run: str, to: Path | None) -> None:
@@ -253,12 +258,12 @@ def report(run: str, to: Path | None) -> None:
 
     path = to or Path(f"{run}.html")
     with open_store(Home.find()) as store:
-        path.write_text(render_report(store, run), encoding="utf-8")
+        write_text(path, render_report(store, run))
     click.echo(str(path))
 
 
 @main.command()
-@click.argument("run")
+@RUN
 @click.option("--reason", default="asked for", show_default=True)
 @example('colchis stop arithmetic --reason "reward is flat"')
 def stop(run: str, reason: str) -> None:
@@ -272,7 +277,7 @@ def stop(run: str, reason: str) -> None:
 
 
 @main.command()
-@click.argument("run")
+@RUN
 @click.option("--iteration", type=click.IntRange(0), required=True, help="The open iteration.")
 @click.option("--reason", required=True, help="Goes into the record.")
 @example('colchis skip arithmetic --iteration 12 --reason "shard 3 is lost"')

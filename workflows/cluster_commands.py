@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from colchis.components.errors import BadConfig, BadData
-from colchis.workflows.options import CONFIG, CONTEXT, JSON, NAMESPACE, POOL, SET, SHAPE, example
+from colchis.workflows.options import CONFIG, CONTEXT, JSON, NAMESPACE, POOL, RUN, RUN_NAME, SET, SHAPE, Name, example
 
 if TYPE_CHECKING:
     from colchis.components.config import RunConfig
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @click.command()
 @CONFIG
 @SET
-@click.option("--run", "name", help="Name of the run. [default: the file's or its folder's name]")
+@RUN_NAME
 @POOL
 @SHAPE
 @NAMESPACE
@@ -95,7 +95,7 @@ def follow(run: str, namespace: str, context: str | None, *, as_json: bool) -> i
 @click.command()
 @CONFIG
 @SET
-@click.option("--run", "name", required=True, help="Name of the run; a hash of the request is added to it.")
+@click.option("--run", "name", type=Name(), required=True, help="Name of the run; a hash of the request is added to it.")
 @POOL
 @SHAPE
 @click.option("--to", "folder", type=click.Path(path_type=Path), help="Folder for the file. [default: print it]")
@@ -133,7 +133,7 @@ def _pinned(config: RunConfig, source: Path) -> RunConfig:
 
 
 @click.command()
-@click.argument("run")
+@RUN
 @click.option("--stage", help="Only this stage, e.g. train.")
 @click.option("-n", "--namespace", envvar="COLCHIS_NAMESPACE", help="Namespace of a cluster. [default: this machine]")
 @CONTEXT
@@ -157,8 +157,8 @@ def logs(run: str, stage: str | None, namespace: str | None, context: str | None
 
 
 @click.command()
-@click.argument("run_a")
-@click.argument("run_b")
+@click.argument("run_a", type=Name())
+@click.argument("run_b", type=Name())
 @JSON
 @example("colchis diff sums-5f21a0f4 sums-9b1c77de")
 def diff(run_a: str, run_b: str, as_json: bool) -> None:

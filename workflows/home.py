@@ -63,6 +63,18 @@ class Home:
             file.flush()
             yield
 
+    def is_locked(self) -> bool:
+        """Whether a process owns the services of this home, also while it ends them."""
+        path = self.folder / "lock"
+        if not path.exists():
+            return False
+        with path.open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+
     def state(self) -> dict[str, Any] | None:
         """Process, environment and kind of the services that a process of this machine runs for this home, if any."""
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -225,7 +226,14 @@ def table(summaries: Iterable[Summary]) -> Table:
 
 
 def describe_evaluation(e: Evaluation) -> str:
-    return f"v{e.version}: {100 * e.accuracy:.1f} % of {e.prompts} held-out prompts [{100 * e.low:.1f}, {100 * e.high:.1f}]"
+    text = f"v{e.version}: {100 * e.accuracy:.1f} % of {e.prompts} held-out prompts [{100 * e.low:.1f}, {100 * e.high:.1f}]"
+    return f"{text}, {e.unscored} of them without a score" if e.unscored else text
+
+
+def total_unscored(summaries: Iterable[Summary]) -> str:
+    """Samples without a score, by reason; empty when every one has one."""
+    total = sum((Counter(s.unscored) for s in summaries), Counter[str]())
+    return ", ".join(f"{number} {reason}" for reason, number in sorted(total.items()))
 
 
 def status_view(s: Status, rows: int = 10) -> Group:
@@ -239,6 +247,8 @@ def status_view(s: Status, rows: int = 10) -> Group:
     ]
     if s.summaries:
         parts.append(table(s.summaries[-rows:]))
+    if unscored := total_unscored(s.summaries[-rows:]):
+        parts.append(Text.assemble(("without a score", "yellow"), f" {unscored} samples of these iterations"))
     for alert in sorted({a for summary in s.summaries[-rows:] for a in summary.alerts}):
         parts.append(Text.assemble(("alert", "yellow"), f" {alert}"))
     if s.stop:

@@ -69,6 +69,8 @@ def upload(store: Store, path: Path) -> str:
     """Digest of a folder, or of one file as a folder of its own, after uploading it."""
     if path.is_dir():
         return upload_input(store, path)
+    if not path.is_file():
+        raise BadConfig("neither a file nor a folder", where=str(path), hint="devices and pipes cannot be uploaded")
     with tempfile.TemporaryDirectory() as folder:
         shutil.copyfile(path, Path(folder) / path.name)
         return upload_input(store, Path(folder))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from colchis.components.config import RunConfig
-from colchis.components.errors import BadData
+from colchis.components.errors import BadConfig, BadData
 from colchis.components.records.run import StopWish
 from colchis.components.report import find_summary, known_run
 from colchis.components.store import Attempt, Lease, StageKey, Store, StoreSettings, find_commit, keys
@@ -40,9 +40,10 @@ class LocalRun:
     config: RunConfig
     source: Path
     run: str
-    pool: str
-    engines: int
-    kind: str
+    pool: str | None
+    engines: int | None
+    kind: str | None
+    """None for pool, engines and kind: whatever is up, else the defaults of `services`."""
     shape: str
     exec_: bool
     manifests: Path
@@ -70,17 +71,37 @@ def run_locally(
 
 @contextmanager
 def services(
-    home: Home, purpose: str, pool_name: str, engines: int, kind: str, *, model: Path | None = None, keep: bool = False
+    home: Home,
+    purpose: str,
+    pool_name: str | None = None,
+    engines: int | None = None,
+    kind: str | None = None,
+    *,
+    model: Path | None = None,
+    keep: bool = False,
 ) -> Iterator[tuple[Store, Pool]]:
     """Store and pool: those that `colchis up` keeps for this home, or new ones for as long as the block lasts.
 
-    `keep` announces them as kept: other commands may run on them.
+    BadConfig when what is kept is not what was asked for. `keep` announces them as kept: other commands may run on them.
     """
     kept = home.kept()
     if kept is not None and not keep:
-        pool = Pool(pool_name, [], kept["COLCHIS_ENGINES"], kept["COLCHIS_AGENT_TOKEN"])
+        there = {name: kept.get(f"COLCHIS_KEPT_{name.upper()}", "") for name in ("pool", "engines", "engine")}
+        asked = {"pool": pool_name, "engines": engines, "engine": kind}
+        other = [
+            f"--{name} {value}" for name, value in asked.items() if value is not None and str(value) != there[name]
+        ]
+        if other:
+            raise BadConfig(
+                f"{', '.join(other)}: what is up is pool '{there['pool']}' of {there['engines']} {there['engine']} engines",
+                where=str(home.folder),
+                hint="leave it out, or `colchis down` first",
+            )
+        pool = Pool(there["pool"], [], kept["COLCHIS_ENGINES"], kept["COLCHIS_AGENT_TOKEN"])
         yield Store(StoreSettings.from_environment(kept)), pool
         return
+    pool_name, engines, kind = pool_name or "main", engines or 2, kind or "embedded"
+    kept_as = {"COLCHIS_KEPT_POOL": pool_name, "COLCHIS_KEPT_ENGINES": str(engines), "COLCHIS_KEPT_ENGINE": kind}
     with home.locked(purpose), start_store(home) as store:
         # The home's lock proves that no run uses the pools of this home.
         store.delete(keys.pool_lease(pool_name))
@@ -93,7 +114,7 @@ def services(
                 store_environment=store.settings.to_environment(),
                 model=model,
             ) as pool,
-            home.announced({**store.settings.to_environment(), **pool_environment(pool)}, kept=keep),
+            home.announced({**store.settings.to_environment(), **pool_environment(pool), **kept_as}, kept=keep),
         ):
             yield store, pool
 
@@ -143,7 +164,7 @@ async def _interpret(
         loop.add_signal_handler(signal_number, interpreter.stop)
     try:
         return await interpreter.run(
-            workflow(config, run=run.run, pool=run.pool, shape=run.shape, metadata={"name": name})
+            workflow(config, run=run.run, pool=pool.name, shape=run.shape, metadata={"name": name})
         )
     finally:
         await launcher.close()
@@ -184,7 +205,9 @@ def stop(store: Store, run: str, reason: str) -> None:
 
 def skip(store: Store, run: str, iteration: int, reason: str) -> None:
     """Commit that an iteration trains nothing, after a refusal that will not go away. What it has committed stays."""
-    known_run(store, run)
+    iterations = known_run(store, run).config.loop.iterations
+    if iteration >= iterations:
+        raise BadData(f"run '{run}' has {iterations} iterations, so no iteration {iteration} that could be skipped")
     if find_summary(store, run, iteration) is not None:
         raise BadData(f"iteration {iteration} of run '{run}' is closed; only the open iteration can be skipped")
     if iteration > 0 and find_summary(store, run, iteration - 1) is None:

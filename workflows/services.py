@@ -55,7 +55,7 @@ def end_services(home: Home) -> bool:
         raise BadConfig(f"process {state['pid']} runs the services for a run of its own", hint="Ctrl-C ends it there")
     os.kill(state["pid"], signal.SIGTERM)
     end = time.monotonic() + END_S
-    while home.state() is not None:
+    while home.state() is not None or home.is_locked():
         if time.monotonic() > end:
             raise PeerUnavailable(f"process {state['pid']} did not end within {END_S:g} s", where=str(home.folder))
         time.sleep(0.1)

@@ -12,12 +12,32 @@ import yaml
 from colchis.components.config.run_config import RunConfig, parse
 from colchis.components.errors import BadConfig
 
+DEEPEST = 20
 SECTIONS = tuple(RunConfig.model_fields)
 """Names of the top-level sections, which are the names of the WorkflowTemplates' parameters."""
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses a repeated key and reads 1e-5 as a number."""
+    """SafeLoader that refuses a repeated key, an alias and deep nesting, and reads 1e-5 as a number.
+
+    A few aliases of aliases make gigabytes of a few lines; no configuration needs them, nor a tenth level.
+    """
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        where = f"line {self.peek_event().start_mark.line + 1}"  # type: ignore[no-untyped-call]
+        if self.check_event(yaml.AliasEvent):
+            raise BadConfig("an alias (*name) is not taken", where=where, hint="write the value out")
+        if self._depth == DEEPEST:
+            raise BadConfig(f"nested deeper than {DEEPEST} levels", where=where, hint="is this a configuration?")
+        self._depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._depth -= 1
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -38,6 +58,8 @@ def read_document(path: Path) -> dict[str, Any]:
     """The YAML mapping in `path`, unvalidated. BadConfig when it cannot be read as one."""
     try:
         document = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except BadConfig as e:
+        raise BadConfig(e.what, where=f"{path}, {e.where}", hint=e.hint) from None
     except FileNotFoundError:
         raise BadConfig(f"{path}: no such file") from None
     except (OSError, UnicodeDecodeError) as e:

@@ -50,6 +50,7 @@ def _cards(s: Summary) -> list[tuple[str, str]]:
         ("-" if s.reward_mean is None else f"{s.reward_mean:.3f}", "mean reward"),
         (f"{s.samples:,}", "trajectories"),
         (f"{s.tokens:,}", "generated tokens"),
+        *((f"{number:,}", f"without a score: {reason}") for reason, number in sorted(s.unscored.items())),
         (str(s.lag), "largest lag of a trained token"),
         (str(sum(s.groups.values())), f"groups: {groups}" if groups else "groups"),
     ]

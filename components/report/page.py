@@ -50,7 +50,10 @@ def _cards(s: Status) -> str:
         for e, label in ((first, "held-out accuracy before"), (last, "held-out accuracy now"))[
             : 1 + (last is not first)
         ]:
-            cards.append((f"{100 * e.accuracy:.1f} %", f"{label} [{100 * e.low:.1f}, {100 * e.high:.1f}]"))
+            unscored = f", {e.unscored} of {e.prompts} without a score" if e.unscored else ""
+            cards.append((f"{100 * e.accuracy:.1f} %", f"{label} [{100 * e.low:.1f}, {100 * e.high:.1f}]{unscored}"))
+    if lost := sum(sum(x.unscored.values()) for x in s.summaries):
+        cards.append((f"{lost:,}", "trajectories without a score"))
     return card_row(cards)
 
 

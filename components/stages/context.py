@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -38,8 +37,6 @@ from colchis.components.store import (
 )
 from colchis.components.weights.deadline import Deadline
 from colchis.components.weights.fetch import fetch_model_folder
-
-NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")
 
 
 @dataclass(frozen=True)
@@ -164,11 +161,8 @@ def stage_command(name: str, *, epilog: str = "") -> Callable[[Callable[..., Non
         @click.option("--out", "outs", multiple=True, metavar="NAME=PATH", help="Write output NAME to PATH.")
         @functools.wraps(function)
         def wrapper(run: str, pool: str, outs: tuple[str, ...], **options: Any) -> None:
-            for label, value in (("run", run), ("pool", pool)):
-                if not NAME.fullmatch(value):
-                    raise BadConfig(
-                        f"--{label} {value!r}: use small letters, digits and hyphens, at most 42, e.g. 'first-run'"
-                    )
+            for option, value in (("--run", run), ("--pool", pool)):
+                keys.name(option, value)
             outputs = {out.partition("=")[0]: Path(out.partition("=")[2]) for out in outs}
             store = Store(StoreSettings.from_environment())
             with keeping(store, pool, run):

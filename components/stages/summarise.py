@@ -32,6 +32,7 @@ def summarise(stage: Stage, iteration: int) -> Summary:
         consecutive_empty=(previous.consecutive_empty if previous else 0) + 1 if empty else 0,
         reward_mean=batch.get("reward_mean"),
         groups=batch.get("groups", {}),
+        unscored=batch.get("unscored", {}),
         samples=sum(r["samples"] for r in rolled),
         tokens=sum(r["tokens"] for r in rolled),
         lag=batch.get("lag", 0),

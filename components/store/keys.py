@@ -18,8 +18,16 @@ from dataclasses import dataclass
 from colchis.components.errors import BadConfig
 
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _STAGE = re.compile(r"[a-z][a-z0-9_-]{0,62}")
+
+
+def name(what: str, value: str) -> str:
+    """`value`, if it may be given to a run or a pool; shorter than a label, because windows and requests add to it."""
+    if not _NAME.fullmatch(value):
+        raise BadConfig(f"{what} {value!r}: use small letters, digits and hyphens, at most 42, e.g. 'first-run'")
+    return value
 
 
 def label(what: str, value: str) -> str:

@@ -102,3 +102,22 @@ def test_reference_lists_every_field() -> None:
         for inner in getattr(field.annotation, "model_fields", {}):
             assert f"`{inner}`" in text
     assert json_schema()["properties"].keys() == RunConfig.model_fields.keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "a: &x [1, 2]\nb: [*x, *x]\n",
+            r"an alias \(\*name\) is not taken \[.*bad\.yaml, line 2\]; write the value out",
+        ),
+        ("[" * 5000 + "]" * 5000, r"nested deeper than 20 levels \[.*bad\.yaml, line 1\]"),
+        ("a: 1\na: 2\n", r"key 'a' occurs twice \[.*bad\.yaml, line 2\]"),
+    ],
+)
+def test_text_that_is_no_configuration_is_refused_by_file_and_line(tmp_path: Path, text: str, said: str) -> None:
+    """Fault: a few lines of YAML that take all memory or every stack frame, or a refusal that does not say where."""
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(BadConfig, match=said):
+        load(path)

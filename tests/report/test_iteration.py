@@ -19,6 +19,7 @@ SUMMARY = Summary(
     groups={"trained": 3, "no_signal": 1, "too_few": 0},
     samples=16,
     tokens=1080,
+    unscored={"timeout": 3},
     metrics={"grad_norm": 1.25, "gap_mean": 2e-7},
     seconds={"rollout": 0.5, "train": 2.0, "reload": 0.125, "pause": 0.03},
     alerts=["look & see"],
@@ -51,6 +52,7 @@ def test_the_page_says_what_the_records_say() -> None:
     text = iteration_page(SUMMARY, RECORDS)
     for word in ("0.250", "1,080", "3 trained, 1 no signal", "grad_norm", "1.25", "2e-07", "look &amp; see", "2.00 s"):
         assert word in text, word
+    assert "3</b><span>without a score: timeout" in text
     assert "pause" not in text.split("Seconds per stage")[1].split("Boundaries")[0], "part of reload, not beside it"
     for boundary in Boundary:
         assert f"<td>{boundary.value} {boundary.name.lower()}</td>" in text

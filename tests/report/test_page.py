@@ -74,6 +74,15 @@ def test_page_shows_the_numbers_of_the_records(status: Status) -> None:
         assert text in html
 
 
+def test_what_has_no_score_is_shown(status: Status) -> None:
+    """Fault: a grader that crashes, seen only as a policy that is wrong."""
+    status.summaries[1] = status.summaries[1].model_copy(update={"unscored": {"timeout": 3, "grader_error": 2}})
+    status.evaluations[1] = status.evaluations[1].model_copy(update={"unscored": 7})
+    html = page(status)
+    assert "5</b><span>trajectories without a score" in html
+    assert "7 of 100 without a score" in html
+
+
 @pytest.mark.parametrize("groups", [{}, {"trained": 0, "no_signal": 0}])
 def test_an_iteration_without_groups_has_a_page(status: Status, groups: dict[str, int]) -> None:
     """Fault: a skipped iteration, which no group belongs to, that ends every later Workflow of the run in `close`."""

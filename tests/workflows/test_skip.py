@@ -38,6 +38,12 @@ def test_only_the_open_iteration_is_skipped_and_the_first_reason_stays(store: St
     assert read_commit(store, StageKey(run, 0, "skip")).outputs["reason"] == "shard 3 is lost"
 
 
+def test_an_iteration_that_never_comes_is_not_skipped(store: Store, run: str) -> None:
+    """Fault: a skip that waits in the store, and strikes when the run is made longer."""
+    with pytest.raises(BadData, match="has 10 iterations, so no iteration 10"):
+        skip(store, run, 10, "no")
+
+
 def test_an_iteration_that_made_a_version_is_not_skipped(store: Store, run: str) -> None:
     """Fault: a version that two records tell apart: weights by a step, an iteration without one."""
     Attempt(store, StageKey(run, 0, "train")).commit(outputs={"version": 1})

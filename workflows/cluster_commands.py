@@ -95,7 +95,9 @@ def follow(run: str, namespace: str, context: str | None, *, as_json: bool) -> i
 @click.command()
 @CONFIG
 @SET
-@click.option("--run", "name", type=Name(), required=True, help="Name of the run; a hash of the request is added to it.")
+@click.option(
+    "--run", "name", type=Name(), required=True, help="Name of the run; a hash of the request is added to it."
+)
 @POOL
 @SHAPE
 @click.option("--to", "folder", type=click.Path(path_type=Path), help="Folder for the file. [default: print it]")

@@ -11,6 +11,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+LARGEST_SEED = 2**31 - 1
+"""What every library takes that is given one."""
+WEEK_S = 604_800.0
+"""Longest time to wait for anything."""
+
 
 def identity(default: Any = ..., **kwargs: Any) -> Any:
     """A field that belongs to the identity of a run."""
@@ -57,10 +62,10 @@ class ReasoningGymConfig(Section):
     rows: int = identity(1024, ge=2, le=10_000_000)
     """Rows generated before duplicates of a prompt are dropped."""
 
-    seed: int = identity(0, ge=0)
+    seed: int = identity(0, ge=0, le=LARGEST_SEED)
     """Seed of the generator."""
 
-    heldout_rows: int = identity(128, ge=1)
+    heldout_rows: int = identity(128, ge=1, le=10_000_000)
     """Rows set aside for evaluation. Their prompts never occur in training."""
 
 
@@ -82,10 +87,10 @@ class DatasetConfig(Section):
     prompt_template: str = identity("{prompt}")
     """Text given to the model; `{prompt}` is replaced by the prompt."""
 
-    heldout_rows: int = identity(128, ge=1)
+    heldout_rows: int = identity(128, ge=1, le=10_000_000)
     """Rows set aside for evaluation. Their prompts never occur in training."""
 
-    seed: int = identity(0, ge=0)
+    seed: int = identity(0, ge=0, le=LARGEST_SEED)
     """Seed of the split between training and held-out rows."""
 
 
@@ -101,10 +106,10 @@ class OwnEnvironmentConfig(Section):
     options: dict[str, Any] = identity(default_factory=dict)
     """Options passed to the environment's constructor."""
 
-    heldout_rows: int = identity(128, ge=1)
+    heldout_rows: int = identity(128, ge=1, le=10_000_000)
     """Rows set aside for evaluation. Their prompts never occur in training."""
 
-    seed: int = identity(0, ge=0)
+    seed: int = identity(0, ge=0, le=LARGEST_SEED)
     """Seed given to the environment."""
 
 
@@ -114,7 +119,7 @@ EnvironmentConfig = Annotated[ReasoningGymConfig | DatasetConfig | OwnEnvironmen
 class RolloutConfig(Section):
     """How trajectories are generated."""
 
-    prompts: int = identity(32, ge=1)
+    prompts: int = identity(32, ge=1, le=1_000_000)
     """Prompts (groups) per iteration."""
 
     group_size: int = identity(8, ge=1, le=4096)
@@ -123,7 +128,7 @@ class RolloutConfig(Section):
     shards: int = Field(1, ge=1, le=100)
     """Rollout pods per iteration; prompts are split evenly over them."""
 
-    max_new_tokens: int = identity(16, ge=1)
+    max_new_tokens: int = identity(16, ge=1, le=1_000_000)
     """Longest completion of one model turn, in tokens."""
 
     max_turns: int = identity(1, ge=1, le=64)
@@ -144,14 +149,14 @@ class RolloutConfig(Section):
     concurrency: int = Field(64, ge=1, le=4096)
     """Requests in flight per rollout pod."""
 
-    request_timeout_s: float = Field(120.0, gt=0)
+    request_timeout_s: float = Field(120.0, gt=0, le=WEEK_S)
     """Longest wait for one answer before another engine is tried."""
 
-    environment_timeout_s: float = identity(60.0, gt=0)
+    environment_timeout_s: float = identity(60.0, gt=0, le=WEEK_S)
     """Longest wait for the environment (its tools included) to answer one model turn. Past it the episode ends without
     a score."""
 
-    deadline_s: float = Field(1800.0, gt=0)
+    deadline_s: float = Field(1800.0, gt=0, le=WEEK_S)
     """Longest time for one rollout shard."""
 
 
@@ -172,7 +177,7 @@ class GraderConfig(Section):
     workers: int = Field(1, ge=1, le=64)
     """Processes per pod that run graders which may hang or crash (`rule`, `environment`, `own`)."""
 
-    timeout_s: float = identity(5.0, gt=0)
+    timeout_s: float = identity(5.0, gt=0, le=WEEK_S)
     """Longest time for one verdict; past it the reason is `timeout`, also when native code hangs."""
 
     pattern: str | None = identity(None)
@@ -264,10 +269,10 @@ class ReloadConfig(Section):
     pause: Literal["retract", "abort"] = Field("retract")
     """What happens to requests in flight: kept, with their cache rebuilt under the new weights, or aborted."""
 
-    prepare_deadline_s: float = Field(600.0, gt=0)
+    prepare_deadline_s: float = Field(600.0, gt=0, le=WEEK_S)
     """Longest time for an engine's agent to fetch and verify a version, while the engine goes on serving."""
 
-    activate_deadline_s: float = Field(120.0, gt=0)
+    activate_deadline_s: float = Field(120.0, gt=0, le=WEEK_S)
     """Longest time for pause, load, checksum, version and continue on one engine; also the lease on the pause."""
 
     probe_tolerance: float = Field(2e-3, gt=0)
@@ -280,7 +285,7 @@ class EvaluationConfig(Section):
     every: int = Field(0, ge=0)
     """Evaluate each so many iterations, besides the first and the last version; 0: only those two."""
 
-    prompts: int = Field(128, ge=1)
+    prompts: int = Field(128, ge=1, le=10_000_000)
     """Held-out prompts per evaluation."""
 
 
@@ -293,7 +298,7 @@ class LoopConfig(Section):
     window: int = Field(50, ge=1, le=100)
     """Iterations per Workflow object; the last step of a Workflow starts its successor."""
 
-    seed: int = identity(0, ge=0)
+    seed: int = identity(0, ge=0, le=LARGEST_SEED)
     """Seed of prompts order, sampling and training."""
 
     max_empty: int = Field(3, ge=1)

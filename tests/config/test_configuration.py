@@ -121,3 +121,19 @@ def test_text_that_is_no_configuration_is_refused_by_file_and_line(tmp_path: Pat
     path.write_text(text)
     with pytest.raises(BadConfig, match=said):
         load(path)
+
+
+@pytest.mark.parametrize(
+    "assignment",
+    [
+        f"loop.seed={2**31}",
+        "environment.seed=18446744073709551616",
+        "rollout.prompts=10000000",
+        "reload.prepare_deadline_s=1e12",
+    ],
+)
+def test_numbers_that_no_library_takes_are_refused_at_once(config_file: Path, assignment: str) -> None:
+    """Fault: a value that is valid here, and an internal error in a trainer an hour later."""
+    field = assignment.partition("=")[0]
+    with pytest.raises(BadConfig, match=rf"{field}.*less than or equal"):
+        load(config_file, [assignment])

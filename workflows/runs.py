@@ -86,18 +86,8 @@ def services(
     """
     kept = home.kept()
     if kept is not None and not keep:
-        there = {name: kept.get(f"COLCHIS_KEPT_{name.upper()}", "") for name in ("pool", "engines", "engine")}
-        asked = {"pool": pool_name, "engines": engines, "engine": kind}
-        other = [
-            f"--{name} {value}" for name, value in asked.items() if value is not None and str(value) != there[name]
-        ]
-        if other:
-            raise BadConfig(
-                f"{', '.join(other)}: what is up is pool '{there['pool']}' of {there['engines']} {there['engine']} engines",
-                where=str(home.folder),
-                hint="leave it out, or `colchis down` first",
-            )
-        pool = Pool(there["pool"], [], kept["COLCHIS_ENGINES"], kept["COLCHIS_AGENT_TOKEN"])
+        pool_name = _fitting(kept, {"pool": pool_name, "engines": engines, "engine": kind}, home)
+        pool = Pool(pool_name, [], kept["COLCHIS_ENGINES"], kept["COLCHIS_AGENT_TOKEN"])
         yield Store(StoreSettings.from_environment(kept)), pool
         return
     pool_name, engines, kind = pool_name or "main", engines or 2, kind or "embedded"
@@ -117,6 +107,22 @@ def services(
             home.announced({**store.settings.to_environment(), **pool_environment(pool), **kept_as}, kept=keep),
         ):
             yield store, pool
+
+
+def _fitting(kept: Mapping[str, str], asked: Mapping[str, object], home: Home) -> str:
+    """The name of the pool that is up. BadConfig when it is not what was asked for; None asks for nothing."""
+    keys_of = {name: f"COLCHIS_KEPT_{name.upper()}" for name in asked}
+    there = {name: kept[key] for name, key in keys_of.items() if key in kept}
+    other = [
+        f"--{name} {value}" for name, value in asked.items() if value and str(value) != there.get(name, str(value))
+    ]
+    if other:
+        raise BadConfig(
+            f"{', '.join(other)}: what is up is {', '.join(f'{name} {value}' for name, value in there.items())}",
+            where=str(home.folder),
+            hint="leave it out, or `colchis down` first",
+        )
+    return there.get("pool") or str(asked["pool"] or "main")
 
 
 def run_secrets(store: Store, pool: Pool) -> dict[str, dict[str, str]]:

@@ -70,7 +70,7 @@ def test_services_that_are_up_are_not_taken_for_others(tmp_path: Path) -> None:
     write_state(home.services, {"pid": os.getpid(), "kept": True, "environment": environment})
     for asked in ({"engines": 7}, {"kind": "sglang"}, {"pool_name": "other"}):
         with (
-            pytest.raises(BadConfig, match="what is up is pool 'main' of 2 embedded engines"),
+            pytest.raises(BadConfig, match="what is up is pool main, engines 2, engine embedded"),
             services(home, "a test", **asked),  # type: ignore[arg-type]
         ):
             pass

@@ -140,9 +140,9 @@ def test_commits_that_ask_for_nothing_new_start_and_change_nothing(
     first.path.write_text(text.replace('value: "main"', 'value: "other"') + "# a word\n")
     for kustomization in flux.push("The same request, edited by hand", *BOTH):
         assert ready(kustomization)["status"] == "True", ready(kustomization)
+    after = first.found(cluster)
     first.path.write_text(text)
     flux.push("As it was", *BOTH)
-    after = first.found(cluster)
     assert (after["metadata"]["uid"], after["spec"]) == (before["metadata"]["uid"], before["spec"])
     assert workflows(cluster) == known
 
@@ -214,12 +214,15 @@ def test_a_refused_configuration_is_a_failed_run(flux: Flux, cluster: Cluster) -
     for kustomization in flux.push("A learning rate in words", *BOTH):
         assert ready(kustomization)["status"] == "True", ready(kustomization)
     status = request.ended(cluster)
-    request.path.unlink()
-    flux.push("Take it back", "colchis-runs")
     assert status["phase"] == "Failed"
     begin = next(n for n in status["nodes"].values() if n["type"] == "Pod" and n["templateName"] == "begin")
     assert "exit code 78" in begin["message"]
     assert "trainer.learning_rate" in begin["message"]
+    cluster.delete("workflows", request.name)
+    flux.sync("colchis-runs")
+    assert request.ended(cluster)["phase"] == "Failed", "made again while its file is there, it is tried again"
+    request.path.unlink()
+    flux.push("Take it back", "colchis-runs")
 
 
 def test_a_file_that_is_no_workflow_stops_the_sync_and_says_so(flux: Flux, cluster: Cluster) -> None:

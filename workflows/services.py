@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,11 +23,12 @@ def keep_services(
     home: Home, pool: str, engines: int, kind: str, *, model: Path | None, on_ready: Callable[[], None]
 ) -> None:
     """Run store and pool until SIGINT or SIGTERM."""
-    ends = {signal.SIGINT, signal.SIGTERM}
-    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):  # not blocked: that the services would inherit, and never hear of it
+        signal.signal(number, lambda *_: ended.set())
     with services(home, "colchis up", pool, engines, kind, model=model, keep=True):
         on_ready()
-        signal.sigwait(ends)
+        ended.wait()
 
 
 def detach_services(home: Home, arguments: Sequence[str]) -> Path:

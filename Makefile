@@ -42,7 +42,7 @@ test: setup ## all tests that need neither a cluster nor SGLang
 test-slow: setup ## runs that are killed at every stage, and continued
 	$(BIN)/pytest -q -m "slow and not cluster" tests
 
-test-cluster: base ## conformance and a run on a real Kubernetes with Argo, started here (root; 20 minutes the first time)
+test-cluster: base ## conformance and a run on a real Kubernetes with Argo, started here (root; half an hour the first time)
 	$(BIN)/python -m tests.cluster.harness run $(BIN)/pytest -q -m "cluster and not slow" tests/cluster
 
 test-cluster-full: base ## with every fault, two pools and sixty iterations (an hour)

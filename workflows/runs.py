@@ -7,7 +7,6 @@ import getpass
 import os
 import signal
 import socket
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from colchis.workflows.render import read_templates
 from colchis.workflows.request import pin_files, workflow
 
 RUN_LEASE_S = 20.0
-"""A runner that was killed holds its run for so long; a living one renews three times in that time."""
+"""A runner that was killed holds its run for so long; a living one renews six times in that time."""
 
 
 @dataclass(frozen=True)
@@ -187,19 +186,10 @@ def held_run(store: Store, run: str) -> Iterator[None]:
     holder = f"{getpass.getuser()}@{socket.gethostname()}, process {os.getpid()}"
     lease = Lease(store, keys.run_lease(run), holder=holder, lease_s=RUN_LEASE_S)
     lease.acquire(wait_s=RUN_LEASE_S * 1.5)
-    stop = threading.Event()
-
-    def renew() -> None:
-        while not stop.wait(RUN_LEASE_S / 3):
-            lease.renew()
-
-    thread = threading.Thread(target=renew, name="run-lease", daemon=True)
-    thread.start()
     try:
-        yield
+        with lease.kept():
+            yield
     finally:
-        stop.set()
-        thread.join()
         lease.release()
 
 

@@ -21,7 +21,7 @@ from colchis.components.records.iteration import Admission, Summary
 from colchis.components.records.rows import Rows
 from colchis.components.records.run import RunRecord, Serving
 from colchis.components.report import find_run, find_serving, find_summary
-from colchis.components.stages.pool import keeping, pool_lease
+from colchis.components.stages.pool import pool_lease
 from colchis.components.store import (
     Attempt,
     Commit,
@@ -165,7 +165,7 @@ def stage_command(name: str, *, epilog: str = "") -> Callable[[Callable[..., Non
                 keys.name(option, value)
             outputs = {out.partition("=")[0]: Path(out.partition("=")[2]) for out in outs}
             store = Store(StoreSettings.from_environment())
-            with keeping(store, pool, run):
+            with pool_lease(store, pool, run).kept():  # a stage may take longer than the lease lasts
                 function(Stage(run, pool, store, outputs), **options)
 
         return wrapper

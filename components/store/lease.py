@@ -9,14 +9,18 @@ lease whatever any clock says: nothing in the record is a time.
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import Field
 
-from colchis.components.errors import BadConfig, BadData
+from colchis.components.errors import BadConfig, BadData, ColchisError
 from colchis.components.store.record import Record
 from colchis.components.store.store import Store, Stored
 
@@ -32,6 +36,8 @@ class LeaseRecord(Record):
     released: bool = False
 
 
+logger = logging.getLogger(__name__)
+
 RENEWALS = 6
 """A holder renews its lease so many times before it would be lost."""
 
@@ -44,7 +50,8 @@ class _Watched:
 
 
 class Lease:
-    """`holder` is a name, e.g. a run: several processes of one run may renew one lease. Not thread-safe."""
+    """`holder` is a name, e.g. a run: several processes of one run may renew one lease. Not thread-safe,
+    but for what `kept` does."""
 
     def __init__(self, store: Store, key: str, holder: str, lease_s: float) -> None:
         if not lease_s > 0:
@@ -90,6 +97,27 @@ class Lease:
                 raise self._lost("released" if record.released else f"held by '{record.holder}'")
             if self.store.replace(self.key, self._record(), stored.etag):
                 return
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Renews it in the background while the block runs. A renewal that fails is said, and tried again in its time:
+        what the lease protects asks for it by `acquire` before it acts."""
+        ended = threading.Event()
+
+        def renew() -> None:
+            while not ended.wait(self.lease_s / RENEWALS):
+                try:
+                    self.renew()
+                except ColchisError as error:
+                    logger.warning("lease not renewed: %s", error)
+
+        thread = threading.Thread(target=renew, name="lease", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
 
     def release(self) -> None:
         """Let go, so that the next holder need not wait. No error when the lease is another's by now."""

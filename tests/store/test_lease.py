@@ -11,7 +11,6 @@ import pytest
 
 from colchis.components.errors import BadConfig, BadData
 from colchis.components.store import Lease, Store, keys
-from colchis.components.store.lease import RENEWALS
 from colchis.components.store.record import sealed
 from colchis.components.store.store import Stored
 from tests.faults import Fault, FaultProxy
@@ -56,21 +55,27 @@ def test_a_silent_holder_loses_it_and_hears_of_it(store: Store) -> None:
 
 def test_a_holder_that_renews_keeps_it(store: Store) -> None:
     """The observer waits three lease times and is refused all the same."""
-    holder, stop = Lease(store, KEY, "run a", 2.0), threading.Event()
+    holder = Lease(store, KEY, "run a", 2.0)
     holder.acquire()
+    with holder.kept(), pytest.raises(BadConfig, match="held by 'run a'"):
+        Lease(store, KEY, "run b", 2.0).acquire(wait_s=6.0)
 
-    def renew() -> None:
-        while not stop.wait(0.1):
-            holder.renew()
 
-    thread = threading.Thread(target=renew)
-    thread.start()
-    try:
-        with pytest.raises(BadConfig, match="held by 'run a'"):
-            Lease(store, KEY, "run b", 2.0).acquire(wait_s=6.0)
-    finally:
-        stop.set()
-        thread.join()
+def test_a_renewal_that_fails_is_said_and_tried_again(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    """Fault: a store that is away for a moment ends the renewals without a word, and later the lease."""
+    holder = Lease(store, KEY, "run a", 1.2)
+    holder.acquire()
+    with holder.kept():
+        store.delete(KEY)
+        until = time.monotonic() + 20
+        while "lease not renewed" not in caplog.text:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        holder.acquire()
+        before = store.get(KEY).data
+        while store.get(KEY).data == before:
+            assert time.monotonic() < until
+            time.sleep(0.05)
 
 
 def test_a_first_look_proves_nothing(store: Store) -> None:
@@ -94,15 +99,8 @@ def test_an_abandoned_lease_is_taken_by_who_has_just_come(store: Store) -> None:
 
 def test_a_clock_of_the_store_that_jumps_frees_no_lease(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault: a holder that lives loses its pool because the store's clock says that its lease is old."""
-    holder, stop = Lease(store, KEY, "run a", 3.0), threading.Event()
+    holder = Lease(store, KEY, "run a", 3.0)
     holder.acquire()
-
-    def renew() -> None:
-        while not stop.wait(3.0 / RENEWALS):
-            holder.renew()
-
-    thread = threading.Thread(target=renew)
-    thread.start()
     observed = store.find
 
     def a_day_later(key: str) -> Stored | None:
@@ -110,12 +108,8 @@ def test_a_clock_of_the_store_that_jumps_frees_no_lease(store: Store, monkeypatc
         return None if found is None else replace(found, age_s=86_400.0)
 
     monkeypatch.setattr(store, "find", a_day_later)
-    try:
-        with pytest.raises(BadConfig, match="held by 'run a'"):
-            Lease(store, KEY, "run b", 3.0).acquire(wait_s=4.0)
-    finally:
-        stop.set()
-        thread.join()
+    with holder.kept(), pytest.raises(BadConfig, match="held by 'run a'"):
+        Lease(store, KEY, "run b", 3.0).acquire(wait_s=4.0)
 
 
 def test_wall_clocks_play_no_part(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

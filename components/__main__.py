@@ -21,7 +21,7 @@ import click
 
 import colchis
 from colchis.components import logs
-from colchis.components.errors import ColchisError, no_room
+from colchis.components.errors import ColchisError, refused_by_system
 
 STAGES = {
     "begin": "validate the configuration, create or continue the run, decide the window",
@@ -90,8 +90,8 @@ def main(argv: list[str] | None = None) -> int:
         logging.getLogger("colchis").warning("terminated by SIGTERM")
         return int(e.code or 143)
     except Exception as e:
-        if isinstance(e, OSError) and (full := no_room(e, tempfile.gettempdir())) is not None:
-            return _say(full)
+        if isinstance(e, OSError) and (refusal := refused_by_system(e, tempfile.gettempdir())) is not None:
+            return _say(refusal)
         traceback.print_exc()
         _leave(e)
         return 70

@@ -51,13 +51,21 @@ class Bug(ColchisError):
     exit_code = 70
 
 
-def no_room(error: OSError, folder: str) -> BadConfig | None:
-    """What a full disk (or quota, or file size limit) means, by a process that writes below `folder`; None for any other
-    error of the system."""
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_NOT_THAT = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ENAMETOOLONG, errno.ELOOP)
+
+
+def refused_by_system(error: OSError, folder: str) -> BadConfig | None:
+    """What a full disk (or quota, or file size limit), a lack of rights or a path that leads elsewhere means, by a process
+    that writes below `folder`; None for any other error of the system, which may be a bug of ours."""
+    if error.errno in _NO_ROOM:
+        hint = "give its file system more room, then run the same command again"
+    elif error.errno in _NOT_ALLOWED and error.filename:
+        hint = "name a place that this user may write, or change its rights"
+    elif error.errno in _NOT_THAT and error.filename:
+        hint = "name another file or folder"
+    else:
         return None
-    return BadConfig(
-        f"cannot write: {error.strerror}",
-        where=str(error.filename or folder),
-        hint="give its file system more room, then run the same command again",
-    )
+    what = "cannot write" if error.errno in _NO_ROOM else "cannot use it"
+    return BadConfig(f"{what}: {error.strerror}", where=str(error.filename or folder), hint=hint)

@@ -11,9 +11,12 @@ from typing import Any, NoReturn
 import click
 
 import colchis
-from colchis.components.errors import ColchisError, no_room
+from colchis.components.errors import BadData, ColchisError, refused_by_system
 from colchis.workflows.cluster_commands import COMMANDS
 from colchis.workflows.options import CONFIG, JSON, RUN, RUN_NAME, SET, SHAPE, Name, example, write_text
+
+INTERRUPTED = 130
+"""Exit code of what Ctrl-C ended: 128 and the number of the signal, as shells have it."""
 
 
 class _Cli(click.Group):
@@ -22,18 +25,21 @@ class _Cli(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            ctx.exit(INTERRUPTED)
         except ColchisError as e:
             _end(ctx, e)
         except (OSError, ExceptionGroup) as e:
-            if (full := _full_disk(e)) is None:
+            if (refusal := _refused_by_system(e)) is None:
                 raise
-            _end(ctx, full)
+            _end(ctx, refusal)
 
 
-def _full_disk(error: Exception) -> ColchisError | None:
+def _refused_by_system(error: Exception) -> ColchisError | None:
     if isinstance(error, ExceptionGroup):
-        return next((full for e in error.exceptions if (full := _full_disk(e)) is not None), None)
-    return no_room(error, os.environ.get("COLCHIS_HOME", ".colchis")) if isinstance(error, OSError) else None
+        return next((refusal for e in error.exceptions if (refusal := _refused_by_system(e)) is not None), None)
+    return refused_by_system(error, os.environ.get("COLCHIS_HOME", "")) if isinstance(error, OSError) else None
 
 
 def _end(ctx: click.Context, error: ColchisError) -> NoReturn:
@@ -207,16 +213,25 @@ def runs(as_json: bool) -> None:
     from colchis.components.report import status as read_status
     from colchis.workflows.home import Home, open_store
 
+    listed: list[dict[str, Any]] = []
+    failed = 0
     with open_store(Home.find()) as store:
-        found = [read_status(store, name, last=1) for name in list_runs(store)]
+        for name in list_runs(store):
+            try:
+                s = read_status(store, name, last=1)
+            except BadData as e:  # one damaged run does not hide the others
+                failed = e.exit_code
+                listed.append({"run": name, "error": str(e)})
+                line = click.style(str(e), fg="red")
+            else:
+                listed.append(s.to_json())
+                version = s.serving.version if s.serving else 0
+                line = f"{version:>6}/{s.record.config.loop.iterations} iterations  {s.record.created_at}"
+            if not as_json:
+                click.echo(f"{name:24} {line}")
     if as_json:
-        click.echo(json.dumps([s.to_json() for s in found]))
-        return
-    for s in found:
-        version = s.serving.version if s.serving else 0
-        click.echo(
-            f"{s.record.run:24} {version:>6}/{s.record.config.loop.iterations} iterations  {s.record.created_at}"
-        )
+        click.echo(json.dumps(listed))
+    sys.exit(failed)
 
 
 @main.command()

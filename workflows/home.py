@@ -5,14 +5,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from colchis.components.errors import BadConfig, PeerUnavailable
+from colchis.components.errors import BadConfig
 from colchis.components.store import Store, StoreSettings
 from colchis.workflows.local.services import write_state
 from colchis.workflows.local.weed import Weed
@@ -26,7 +25,7 @@ class Home:
 
     @classmethod
     def find(cls) -> Home:
-        return cls(Path(os.environ.get("COLCHIS_HOME", ".colchis")).resolve())
+        return cls(Path(os.environ.get("COLCHIS_HOME") or ".colchis").resolve())
 
     @property
     def store(self) -> Path:
@@ -44,10 +43,21 @@ class Home:
     def run_folder(self, run: str) -> Path:
         return self.folder / "runs" / run
 
+    def make(self) -> None:
+        """Make the folder, unless it is there. BadConfig when that cannot be."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise BadConfig(
+                f"cannot be the home folder: {e.strerror}",
+                where=str(self.folder),
+                hint="set COLCHIS_HOME to a folder that can be made here",
+            ) from e
+
     @contextmanager
     def locked(self, purpose: str) -> Iterator[None]:
         """Only one process owns the services of a home. BadConfig says which one does."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.make()
         path = self.folder / "lock"
         with path.open("a+") as file:
             try:
@@ -76,13 +86,22 @@ class Home:
         return False
 
     def state(self) -> dict[str, Any] | None:
-        """Process, environment and kind of the services that a process of this machine runs for this home, if any."""
+        """Process, environment and kind of the services that a process of this machine runs for this home, if any.
+
+        BadConfig when the file that says so is damaged.
+        """
         try:
             state: dict[str, Any] = json.loads(self.services.read_text(encoding="utf-8"))
-            os.kill(state["pid"], 0)
-        except (FileNotFoundError, ProcessLookupError):
+            pid, since, _, _ = (state[name] for name in ("pid", "since", "kept", "environment"))
+        except (FileNotFoundError, NotADirectoryError):
             return None
-        return state
+        except (ValueError, TypeError, KeyError) as e:
+            raise BadConfig(
+                f"cannot be read ({type(e).__name__}: {e})",
+                where=str(self.services),
+                hint="remove it; what runs for this home ends with the process that started it",
+            ) from None
+        return state if started_at(pid) == since else None
 
     def running(self) -> dict[str, str] | None:
         """Environment of the services that run now, for commands that look."""
@@ -97,11 +116,21 @@ class Home:
     @contextmanager
     def announced(self, environment: Mapping[str, str], *, kept: bool) -> Iterator[None]:
         """Let commands in other terminals find the services while they run."""
-        write_state(self.services, {"pid": os.getpid(), "kept": kept, "environment": dict(environment)})
+        pid = os.getpid()
+        state = {"pid": pid, "since": started_at(pid), "kept": kept, "environment": dict(environment)}
+        write_state(self.services, state)
         try:
             yield
         finally:
             self.services.unlink(missing_ok=True)
+
+
+def started_at(pid: int) -> str | None:
+    """When a process started, in the kernel's ticks; None when there is none. Tells it from a later one of its number."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+    except (FileNotFoundError, ProcessLookupError):
+        return None
 
 
 @contextmanager
@@ -129,13 +158,3 @@ def open_store(home: Home) -> Iterator[Store]:
         )
     with home.locked("colchis, reading"), start_store(home) as store:
         yield store
-
-
-def wait_for_services(home: Home, deadline_s: float = 180.0) -> dict[str, str]:
-    """The environment of services that another process is starting. PeerUnavailable past the deadline."""
-    end = time.monotonic() + deadline_s
-    while (environment := home.running()) is None:
-        if time.monotonic() > end:
-            raise PeerUnavailable(f"the services of {home.folder} did not start within {deadline_s:g} s")
-        time.sleep(0.1)
-    return environment

@@ -76,7 +76,7 @@ def lint_files(paths: Iterable[Path]) -> list[Finding]:
             raise BadConfig(
                 f"cannot read {path}: {error.strerror}", hint="name a manifest or a folder of them"
             ) from error
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
             findings.append(Finding(str(path), "", "(document)", " ".join(str(error).split())))
     return findings + lint(documents)
 

@@ -22,7 +22,7 @@ from colchis.components.errors import Bug
 from colchis.components.records.iteration import Evaluation, Summary
 from colchis.components.report import Status, find_evaluations, find_run, find_summary, render_report, status
 from colchis.components.store import Store
-from colchis.workflows.home import Home, open_store
+from colchis.workflows.home import Home
 from colchis.workflows.local.calls import Event, EventKind
 from colchis.workflows.local.interpreter import WorkflowResult
 from colchis.workflows.runs import LocalRun, run_locally
@@ -37,10 +37,10 @@ def follow(run: LocalRun, *, as_json: bool = False) -> int:
     home, console = Home.find(), Console(stderr=as_json)
     board = Board(run, console)
     with board:
-        result = run_locally(run, home, on_event=board.on_event, on_store=board.on_store)
+        result = run_locally(run, home, on_event=board.on_event, on_store=board.on_store, on_end=board.on_end)
     board.close(result)
     if as_json:
-        print(json.dumps(board.final.to_json() if board.final else {"phase": result.phase}))
+        print(json.dumps({"phase": result.phase} | (board.final.to_json() if board.final else {})))
     return 0 if result.succeeded else exit_code(result, home.run_folder(run.run) / "workflows" / result.name)
 
 
@@ -158,16 +158,19 @@ class Board:
             parts.append(Text(f"greedy accuracy {describe_evaluation(self.evaluations[-1])}"))
         return Group(*parts)
 
+    def on_end(self, store: Store, _: WorkflowResult) -> None:
+        """The Workflow has ended, the services have not."""
+        if find_run(store, self.run.run) is None:
+            return
+        self.final = status(store, self.run.run)
+        self.report = Home.find().run_folder(self.run.run) / "report.html"
+        self.report.write_text(render_report(store, self.run.run), encoding="utf-8")
+
     def close(self, result: WorkflowResult) -> None:
         """Say how the run ended, before and after, and where the report is."""
-        home = Home.find()
-        with open_store(home) as store:
-            if find_run(store, self.run.run) is None:
-                self.console.print(f"[red]{result.phase}[/red] {result.message}: the run did not begin")
-                return
-            self.final = status(store, self.run.run)
-            self.report = home.run_folder(self.run.run) / "report.html"
-            self.report.write_text(render_report(store, self.run.run), encoding="utf-8")
+        if self.final is None:
+            self.console.print(f"[red]{result.phase}[/red] {result.message}: the run did not begin")
+            return
         print_status(self.final, console=self.console, rows=8)
         colour = "green" if result.phase == "Succeeded" else "red"
         self.console.print(

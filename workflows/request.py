@@ -50,8 +50,19 @@ def pin_files(config: RunConfig, source: Path, store: Store) -> RunConfig:
         path = (source.resolve().parent / value.removeprefix("file:")).resolve()
         if not path.exists():
             raise BadConfig(f"{section}.source: {path} does not exist", where=str(source))
+        if section == "model":
+            _check_model(path)
         document[section]["source"] = f"input:{upload(store, path)}"
     return RunConfig.model_validate(document)
+
+
+def _check_model(path: Path) -> None:
+    """Before gigabytes are uploaded, or a folder that is anything else. Its content is checked when the run begins."""
+    for pattern in ("config.json", "tokenizer.json", "*.safetensors"):
+        if not any(path.glob(pattern)):
+            raise BadConfig(
+                f"model.source: no {pattern} here", where=str(path), hint="name a complete Hugging Face folder"
+            )
 
 
 def check_pinned(config: RunConfig) -> None:

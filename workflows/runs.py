@@ -56,16 +56,24 @@ def model_folder(config: RunConfig, source: Path) -> Path | None:
 
 
 def run_locally(
-    run: LocalRun, home: Home, *, on_event: Callable[[Event], None], on_store: Callable[[Store], None]
+    run: LocalRun,
+    home: Home,
+    *,
+    on_event: Callable[[Event], None],
+    on_store: Callable[[Store], None],
+    on_end: Callable[[Store, WorkflowResult], None],
 ) -> WorkflowResult:
-    """Interpret the rendered manifests to the end of the run, on services that are kept up or on its own."""
+    """Interpret the rendered manifests to the end of the run, on services that are kept up or on its own. `on_store` and
+    `on_end` are called while these are up."""
     templates = read_templates(run.manifests)
     model = model_folder(run.config, run.source)
     with services(home, f"colchis run {run.run}", run.pool, run.engines, run.kind, model=model) as (store, pool):
         config = pin_files(run.config, run.source, store)
         with held_run(store, run.run):
             on_store(store)
-            return asyncio.run(_interpret(run, config, home, templates, store, pool, on_event))
+            result = asyncio.run(_interpret(run, config, home, templates, store, pool, on_event))
+        on_end(store, result)
+        return result
 
 
 @contextmanager

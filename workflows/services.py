@@ -35,7 +35,7 @@ def detach_services(home: Home, arguments: Sequence[str]) -> Path:
     """The same command without `--detach`, in the background; returns its log once the services answer."""
     if home.state() is not None:
         raise BadConfig(f"the services of {home.folder} are up already", hint="`colchis down` ends them")
-    home.folder.mkdir(parents=True, exist_ok=True)
+    home.make()
     log = home.folder / "up.log"
     argv = [sys.executable, "-m", "colchis.workflows.cli", *(a for a in arguments if a != "--detach")]
     with log.open("ab") as out:

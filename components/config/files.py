@@ -89,9 +89,13 @@ def override(document: Mapping[str, Any], assignments: Iterable[str]) -> dict[st
             if not isinstance(target, dict):
                 raise BadConfig(f"--set {assignment}: '{part}' is a value, not a section")
         try:
-            target[last] = _number_or(yaml.load(text, Loader=_Loader))
+            value = target[last] = _number_or(yaml.load(text, Loader=_Loader))
         except yaml.YAMLError as e:
             raise BadConfig(f"--set {assignment}: value is not YAML ({' '.join(str(e).split())})") from None
+        if isinstance(value, dict) and not text.lstrip().startswith("{"):
+            raise BadConfig(
+                f"--set {assignment}: YAML reads the value as a mapping", hint=f"quote it: {name}='\"...\"'"
+            )
     return result
 
 

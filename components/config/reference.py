@@ -47,7 +47,7 @@ def markdown() -> str:
             ]
         for model in models:
             if len(models) > 1:
-                lines.append(f"\n### {name}, kind `{model.model_fields['kind'].default}`\n")
+                lines.append(f"\n### {name}, kind `{get_args(model.model_fields['kind'].annotation)[0]}`\n")
             lines.append(f"{_text(model.__doc__)}\n")
             lines += _table(model)
     return "\n".join(lines).rstrip() + "\n"

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from colchis.components.config import sections
 from colchis.components.config.sections import (
     AlgorithmConfig,
     EnvironmentConfig,
@@ -122,6 +123,8 @@ def _disagreements(c: RunConfig) -> Iterator[str]:
             f"trainer.micro_batch_tokens: {c.trainer.micro_batch_tokens} cannot hold one trajectory of "
             f"rollout.max_new_tokens x max_turns = {c.rollout.max_new_tokens * c.rollout.max_turns}; raise it"
         )
+    if c.rollout.top_k == 0:
+        yield "rollout.top_k: 0 leaves no token to sample; use -1 for all of them"
     if c.trainer.schedule != "constant" and c.trainer.schedule_iterations is None:
         yield f"trainer.schedule_iterations: schedule '{c.trainer.schedule}' needs its length; set it"
     if (
@@ -199,8 +202,16 @@ def _lines(error: ValidationError) -> Iterator[str]:
                 yield f"{where}: is required"
             case "value_error":
                 yield message if not where else f"{where}: {message}"
+            case "union_tag_not_found" | "union_tag_invalid":
+                found = item["input"].get("kind") if isinstance(item["input"], Mapping) else None
+                kinds = f"one of {', '.join(sorted(_UNION_TAGS))}"
+                yield f"{where}.kind: " + (f"expected {kinds}, found {found!r}" if found else f"is required: {kinds}")
+            case sections.SWITCH:
+                yield f"{where}.{item['ctx']['field']}: {message}"
+            case "model_type" | "model_attributes_type" | "dict_type":
+                yield f"{where}: expected a mapping of fields, found {item['input']!r}"
             case _:
-                yield f"{where}: {message}, found {item['input']!r}"
+                yield f"{where}: {message.replace('Input should be', 'expected', 1)}, found {item['input']!r}"
 
 
 def _known_fields(where: str) -> list[str]:

@@ -9,12 +9,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 LARGEST_SEED = 2**31 - 1
 """What every library takes that is given one."""
 WEEK_S = 604_800.0
 """Longest time to wait for anything."""
+
+
+SWITCH = "switch"
+"""Type of the error for a value that is true or false; its context names the field."""
 
 
 def identity(default: Any = ..., **kwargs: Any) -> Any:
@@ -26,6 +31,16 @@ class Section(BaseModel):
     """Base of all sections: unknown keys are refused, values are immutable, field docstrings are descriptions."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_switches(cls, fields: Any) -> Any:
+        """No field of any section is one, and `true` would pass for the number 1."""
+        for name, value in fields.items() if isinstance(fields, dict) else ():
+            if isinstance(value, bool) and name in cls.model_fields:
+                told = {"field": name, "found": str(value).lower()}
+                raise PydanticCustomError(SWITCH, "expected a number, a text or a mapping, found {found}", told)
+        return fields
 
 
 class ModelConfig(Section):
@@ -43,7 +58,7 @@ class ModelConfig(Section):
 class ReasoningGymConfig(Section):
     """Prompts from a task of the reasoning-gym library, generated once per run and stored."""
 
-    kind: Literal["reasoning_gym"] = identity("reasoning_gym")
+    kind: Literal["reasoning_gym"] = identity()
     """Selects this kind of environment."""
 
     task: str = identity(min_length=1)
@@ -72,7 +87,7 @@ class ReasoningGymConfig(Section):
 class DatasetConfig(Section):
     """Prompts from a JSONL or Parquet file with a prompt column and an answer column."""
 
-    kind: Literal["dataset"] = identity("dataset")
+    kind: Literal["dataset"] = identity()
     """Selects this kind of environment."""
 
     source: str = identity(pattern=r"^(file:.+|input:[0-9a-f]{64})$")
@@ -97,7 +112,7 @@ class DatasetConfig(Section):
 class OwnEnvironmentConfig(Section):
     """An environment of the user's own package, found by its entry point in the group `colchis.environments`."""
 
-    kind: Literal["own"] = identity("own")
+    kind: Literal["own"] = identity()
     """Selects this kind of environment."""
 
     name: str = identity(pattern=r"^[A-Za-z0-9_.-]+$")
@@ -226,7 +241,7 @@ class AlgorithmConfig(Section):
 class TrainerConfig(Section):
     """The optimiser step."""
 
-    learning_rate: float = identity(5e-4, gt=0)
+    learning_rate: float = identity(5e-4, gt=0, le=1)
     """Peak learning rate of AdamW."""
 
     schedule: Literal["constant", "linear", "cosine"] = identity("constant")

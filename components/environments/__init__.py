@@ -10,7 +10,8 @@ from colchis.components.environments.interface import (
 )
 from colchis.components.environments.opening import generate_rows, open_environment
 from colchis.components.environments.prompts import heldout, select
-from colchis.components.environments.tokenizer import Tokenizer, check_prompts
+from colchis.components.environments.text_model import TextModel, check_prompts
+from colchis.components.environments.tokenizer import Tokenizer
 
 __all__ = [
     "Environment",
@@ -19,6 +20,7 @@ __all__ = [
     "Prompt",
     "Reply",
     "SingleTurn",
+    "TextModel",
     "Tokenizer",
     "check_prompts",
     "generate_rows",

@@ -53,7 +53,8 @@ class Reply:
 
 
 class Episode(Protocol):
-    """One sample's conversation. Methods may block: each runs in a thread of its own, under a time limit."""
+    """One sample's conversation. Methods may block: each runs in a thread of its own, under a time limit. Native code that
+    keeps the interpreter's lock past it stops all the others, so that it ends the rollout instead of its episode."""
 
     def prompt(self) -> str | Sequence[int]:
         """The first text (or token ids) of the sequence; the same for all samples of a row."""

@@ -87,7 +87,9 @@ def generate_rows(config: EnvironmentConfig, *, dataset: Path | None = None) -> 
     return _split([prompt for _, prompt in distinct.values()], getattr(config, "rows", len(prompts)), config)
 
 
-def _check_prompt(prompt: Prompt, number: int, name: str) -> None:
+def _check_prompt(prompt: object, number: int, name: str) -> None:
+    if not isinstance(prompt, Prompt):
+        raise BadData(f"row {number}: expected a Prompt, found {type(prompt).__name__}", where=f"environment '{name}'")
     for field, text in (("prompt", prompt.text), ("answer", prompt.answer)):
         if not isinstance(text, str):
             raise BadData(f"row {number}: {field} is {type(text).__name__}, expected text", where=name)

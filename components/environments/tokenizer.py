@@ -7,9 +7,7 @@ from pathlib import Path
 
 import tokenizers
 
-from colchis.components.environments.interface import Environment
-from colchis.components.errors import BadConfig, BadData
-from colchis.components.records.rows import Rows
+from colchis.components.errors import BadConfig
 
 
 class Tokenizer:
@@ -59,31 +57,3 @@ class Tokenizer:
             if not self._readable[character]:
                 return character
         return None
-
-
-def check_prompts(
-    environment: Environment, rows: Rows, tokenizer: Tokenizer, *, vocabulary_size: int, longest_tokens: int
-) -> None:
-    """BadData unless every row's prompt becomes at least one and at most `longest_tokens` token ids, all below the
-    model's `vocabulary_size` (an engine dies of a larger one), and no character is lost on the way."""
-    for row in rows:
-        prompt = environment.start(row, 0).prompt()
-        if isinstance(prompt, str):
-            lost = tokenizer.lost_character(prompt)
-            if lost is not None:
-                raise BadData(
-                    f"row {row.index}: the model's tokenizer has no token for {lost!r} in prompt {prompt[:60]!r}",
-                    hint="use prompts that the model can read",
-                )
-            ids = tokenizer.encode_prompt(prompt)
-        else:
-            ids = list(prompt)
-        if not ids:
-            raise BadData(f"row {row.index}: prompt {row.prompt[:60]!r} has no tokens")
-        if len(ids) > longest_tokens:
-            raise BadData(
-                f"row {row.index}: the prompt has {len(ids)} tokens, at most {longest_tokens} leave room for the turns",
-                hint="shorten the prompts, or raise trainer.micro_batch_tokens or the model's context",
-            )
-        if max(ids) >= vocabulary_size or min(ids) < 0:
-            raise BadData(f"row {row.index}: token id {max(ids)} is outside the vocabulary of {vocabulary_size}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from colchis.components.errors import BadConfig
+from colchis.components.errors import BadConfig, BadData
 from colchis.components.records.iteration import Evaluation, Summary
 from colchis.components.records.run import RunRecord, Serving, StopWish
 from colchis.components.store import StageKey, Store, find_commit, keys
@@ -69,8 +69,14 @@ def find_summary(store: Store, run: str, iteration: int) -> Summary | None:
 
 
 def find_serving(store: Store, run: str) -> Serving | None:
-    """None before the first fill of the engines."""
+    """None before the first fill of the engines. BadData when it was lost: an iteration is closed only after it."""
     found = store.find(key := keys.serving(run))
+    if found is None and store.find(keys.summary(run, 0)) is not None:
+        raise BadData(
+            f"run '{run}' has closed iterations but no declared version",
+            where=key,
+            hint="put the object back: it says which weights the engines serve",
+        )
     return Serving.from_bytes(found.data, key) if found else None
 
 
@@ -90,13 +96,16 @@ def find_evaluations(store: Store, record: RunRecord, version: int) -> list[Eval
 
 
 def list_runs(store: Store) -> list[str]:
-    """Names of all runs in the store."""
-    return sorted({key.split("/")[1] for key in store.list("runs/") if key.endswith("/run.json")})
+    """Names of all runs that have begun, also of those that lost their record."""
+    marks = (keys.run_record, lambda run: keys.weights_manifest(run, 0))
+    return [run for run in store.folders("runs/") if any(store.find(mark(run)) is not None for mark in marks)]
 
 
 def known_run(store: Store, run: str) -> RunRecord:
     record = find_run(store, run)
     if record is None:
         runs = list_runs(store)
+        if run in runs:
+            raise BadData(f"run '{run}' has no record", where=keys.run_record(run), hint="it was lost: put it back")
         raise BadConfig(f"no run '{run}'", hint=f"runs here: {', '.join(runs)}" if runs else "no runs here yet")
     return record

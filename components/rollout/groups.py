@@ -7,18 +7,20 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
 import httpx
 import numpy as np
 
-from colchis.components.config import RunConfig
-from colchis.components.environments import Environment, Episode, ModelTurn, Tokenizer
+from colchis.components.config import OwnEnvironmentConfig, RunConfig
+from colchis.components.environments import Environment, Episode, ModelTurn, TextModel
 from colchis.components.errors import BadData, ColchisError, PeerUnavailable
 from colchis.components.http_client import pool_client
 from colchis.components.records.rows import Row
 from colchis.components.records.trajectories import Trajectory, trajectory_id
+from colchis.components.rollout import standstill
 from colchis.components.rollout.client import Completion, Fault, Refusal, generate
 from colchis.components.rollout.engines import Balance, Engines
 from colchis.components.rollout.episodes import Sample, in_thread
@@ -27,6 +29,8 @@ from colchis.components.rollout.sampling import Sampling, sampling_seed
 MAX_FAILURES = 10
 """Failed requests for one turn of one group, after which the shard gives up. Waiting for a ready engine counts none."""
 OUTAGES = (Fault.HTTP, Fault.CONNECTION)
+STANDSTILL_S = 30.0
+"""Beyond an environment's own time limit, after which a process that does nothing at all is ended."""
 LONGEST_PAUSE_S, LONGEST_OUTAGE_PAUSE_S = 2.0, 10.0
 """Between two failed requests. An engine that answers 500 or nothing may be restarting: ten tries span 20 s or more."""
 
@@ -87,7 +91,7 @@ async def rollout_groups(
     groups: Sequence[PromptGroup],
     engines: Engines,
     environment: Environment,
-    tokenizer: Tokenizer,
+    model: TextModel,
     on_group: Callable[[list[Trajectory]], None],
     sampling: Sampling | None = None,
 ) -> RolloutStats:
@@ -98,13 +102,17 @@ async def rollout_groups(
     or the environment cannot start an episode. Groups handed over before an error are good.
     """
     work = _Rollout(
-        config, run, iteration, version, environment, tokenizer, on_group, sampling or Sampling.of(config.rollout)
+        config, run, iteration, version, environment, model, on_group, sampling or Sampling.of(config.rollout)
     )
     began = time.monotonic()
     async with pool_client(keepalive=config.rollout.concurrency) as client:
         work.client, work.balance = client, Balance(engines, client, version)
         try:
-            async with asyncio.timeout(config.rollout.deadline_s) as deadline, asyncio.TaskGroup() as tasks:
+            async with (
+                _bounded(config),
+                asyncio.timeout(config.rollout.deadline_s) as deadline,
+                asyncio.TaskGroup() as tasks,
+            ):
                 for group in groups:
                     tasks.create_task(work.group(group))
         except TimeoutError:
@@ -123,6 +131,13 @@ async def rollout_groups(
                 raise
             raise _first(ours) from errors
     return work.stats(time.monotonic() - began)
+
+
+def _bounded(config: RunConfig) -> AbstractAsyncContextManager[None]:
+    """What no timeout of an event loop catches: a user's environment that keeps the whole interpreter."""
+    if not isinstance(config.environment, OwnEnvironmentConfig):
+        return nullcontext()
+    return standstill.bounded(config.rollout.environment_timeout_s + STANDSTILL_S)
 
 
 def _first(errors: BaseExceptionGroup[ColchisError]) -> ColchisError:
@@ -150,12 +165,18 @@ class _Rollout:
         iteration: int,
         version: int,
         environment: Environment,
-        tokenizer: Tokenizer,
+        model: TextModel,
         on_group: Callable[[list[Trajectory]], None],
         sampling: Sampling,
     ) -> None:
         self.config, self.run, self.iteration, self.version = config, run, iteration, version
-        self.environment, self.tokenizer, self.on_group, self.sampling = environment, tokenizer, on_group, sampling
+        self.environment, self.tokenizer, self.on_group, self.sampling = (
+            environment,
+            model.tokenizer,
+            on_group,
+            sampling,
+        )
+        self.longest_tokens = model.longest_tokens(config.trainer.micro_batch_tokens)
         self.tally = _Tally()
         self._slots = asyncio.Semaphore(config.rollout.concurrency)
         self._handing_over = asyncio.Lock()
@@ -208,11 +229,11 @@ class _Rollout:
                 f"row {row.index}: the samples of a group got different prompts, which have no common baseline"
             )
         ids = self.tokenizer.encode_prompt(first) if isinstance(first, str) else first
-        longest = self.config.trainer.micro_batch_tokens
-        if not ids or len(ids) + self.sampling.max_new_tokens > longest:
+        longest = self.longest_tokens - self.sampling.max_new_tokens
+        if not 1 <= len(ids) <= longest:
             raise BadData(
-                f"row {row.index}: the prompt has {len(ids)} tokens, expected 1 to {longest - self.sampling.max_new_tokens}",
-                hint="shorten the prompts or raise trainer.micro_batch_tokens",
+                f"row {row.index}: the prompt has {len(ids)} tokens, expected 1 to {longest}",
+                hint="shorten the prompts, or raise trainer.micro_batch_tokens or the model's context",
             )
         return [
             Sample(number=n, seed=seed, episode=episode, prompt_ids=ids)
@@ -273,7 +294,7 @@ class _Rollout:
         return sampling_seed(self.config.loop.seed, self.iteration, row.index, sample.number, turn)
 
     async def _replies(self, samples: list[Sample], turns: dict[int, ModelTurn], *, last: bool) -> None:
-        longest = self.config.trainer.micro_batch_tokens - self.sampling.max_new_tokens
+        longest = self.longest_tokens - self.sampling.max_new_tokens
         began = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             for sample in samples:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,17 +10,16 @@ import click
 
 import colchis
 from colchis.components.config import SECTIONS, DatasetConfig, RunConfig, from_parameters
-from colchis.components.environments import Tokenizer, check_prompts, generate_rows, open_environment
+from colchis.components.environments import check_prompts, generate_rows, open_environment
 from colchis.components.errors import BadConfig, BadData
+from colchis.components.grader import name_and_version
 from colchis.components.logs import event
 from colchis.components.records.rows import Rows
 from colchis.components.records.run import Outcome, RunRecord, now
 from colchis.components.report import find_run, find_stop
 from colchis.components.stages.admit import open_iteration_of, reason_to_stop
-from colchis.components.stages.context import Stage, scratch, stage_command
+from colchis.components.stages.context import Stage, fetch_text_model, scratch, stage_command
 from colchis.components.store import download_input, keys, probe, read_input, upload_input
-from colchis.components.weights.deadline import Deadline
-from colchis.components.weights.fetch import fetch_model_folder
 from colchis.components.weights.publish import base_manifest, publish
 
 logger = logging.getLogger(__name__)
@@ -142,11 +140,18 @@ def _asked(given: dict[str, str]) -> RunConfig | None:
 
 
 def _create(stage: Stage, config: RunConfig, program: dict[str, str]) -> RunRecord:
+    if stage.store.find(keys.weights_manifest(stage.run, 0)) is not None:
+        raise BadData(
+            f"run '{stage.run}' has published weights but lost its record",
+            where=keys.run_record(stage.run),
+            hint="put the record back, or use another run name: what was trained belongs to the configuration it says",
+        )
     if not config.model.source.startswith("input:"):
         raise BadConfig(
             f"model.source: a pod cannot read '{config.model.source}'",
             hint="launch with `colchis run|submit|request`, which upload files, or `colchis upload` and use input:SHA256",
         )
+    name_and_version(config)  # a grader that is not installed would be found an iteration later
     model = config.model.source.removeprefix("input:")
     read_input(stage.store, model)
     with scratch() as folder:
@@ -174,16 +179,13 @@ def _create(stage: Stage, config: RunConfig, program: dict[str, str]) -> RunReco
 
 def _check_prompts(stage: Stage, config: RunConfig, model: str, rows: Rows, folder: Path) -> None:
     """Every prompt must become token ids of the model and leave room for the turns, before any engine sees one."""
-    fetch_model_folder(stage.store, model, folder, Deadline(600.0))
-    architecture = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    text_model = fetch_text_model(stage.store, model, folder)
     turns = config.rollout.max_new_tokens * config.rollout.max_turns
-    context = architecture.get("max_position_embeddings", config.trainer.micro_batch_tokens)
     check_prompts(
         open_environment(config.environment),
         rows,
-        Tokenizer.from_folder(folder),
-        vocabulary_size=architecture["vocab_size"],
-        longest_tokens=min(config.trainer.micro_batch_tokens, context) - turns,
+        text_model,
+        longest_tokens=text_model.longest_tokens(config.trainer.micro_batch_tokens) - turns,
     )
 
 

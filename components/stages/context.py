@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from colchis.components.config import RunConfig
-from colchis.components.environments import Tokenizer
+from colchis.components.environments import TextModel
 from colchis.components.errors import BadConfig, BadData
 from colchis.components.records.iteration import Admission, Summary
 from colchis.components.records.rows import Rows
@@ -129,10 +129,15 @@ class Stage:
         """For stages that are about to ask the engines. BadConfig names the run that has them."""
         pool_lease(self.store, self.pool, self.run).acquire()
 
-    def tokenizer(self, folder: Path) -> Tokenizer:
-        """The base model's tokenizer; `folder` takes its files."""
-        fetch_model_folder(self.store, self.record.model, folder, Deadline(600.0))
-        return Tokenizer.from_folder(folder)
+    def text_model(self, folder: Path) -> TextModel:
+        """Tokenizer and sizes of the base model; `folder` takes its files."""
+        return fetch_text_model(self.store, self.record.model, folder)
+
+
+def fetch_text_model(store: Store, model: str, folder: Path) -> TextModel:
+    """Of the input `model`; `folder` takes its files."""
+    fetch_model_folder(store, model, folder, Deadline(600.0))
+    return TextModel.from_folder(folder)
 
 
 def outputs_of(commit: Commit) -> dict[str, Any]:

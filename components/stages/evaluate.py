@@ -62,7 +62,7 @@ def evaluate(stage: Stage, version: int) -> None:
                 groups=[PromptGroup(group=g, row=row) for g, row in enumerate(rows)],
                 engines=Engines.from_environment(),
                 environment=open_environment(config.environment),
-                tokenizer=stage.tokenizer(folder),
+                model=stage.text_model(folder),
                 on_group=keep,
                 sampling=Sampling.greedy(config.rollout),
             )

@@ -65,7 +65,7 @@ def generate_shard(stage: Stage, admission: Admission, shard: int) -> None:
         done = parts.adopt_earlier(admission, {g for g, _ in wanted})
         progress.advance(len(done))
         groups = [PromptGroup(group=g, row=stage.rows[row]) for g, row in wanted if g not in done]
-        tokenizer = stage.tokenizer(folder)
+        model = stage.text_model(folder)
         environment = open_environment(config.environment)
         engines = Engines.from_environment()
         try:
@@ -78,7 +78,7 @@ def generate_shard(stage: Stage, admission: Admission, shard: int) -> None:
                     groups=groups,
                     engines=engines,
                     environment=environment,
-                    tokenizer=tokenizer,
+                    model=model,
                     on_group=store_group,
                 )
             )

@@ -122,6 +122,18 @@ class Store:
 
         return self.requests.call("list", prefix, read)
 
+    def folders(self, prefix: str) -> Keys:
+        """The next part of every key under `prefix` ("runs/": names of runs), sorted; for people, as `list`."""
+
+        def read() -> list[str]:
+            pages = self.requests.client.get_paginator("list_objects_v2").paginate(
+                Bucket=self.settings.bucket, Prefix=prefix, Delimiter="/"
+            )
+            found = (entry["Prefix"] for page in pages for entry in page.get("CommonPrefixes", ()))
+            return sorted(name.removeprefix(prefix).rstrip("/") for name in found)
+
+        return self.requests.call("list", prefix, read)
+
     def delete(self, key: str) -> None:
         """Remove `key`; no error when it is not there."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -59,6 +60,7 @@ def test_override_creates_sections_and_reads_numbers(config_file: Path) -> None:
         ("loop.iterations", "expected SECTION.FIELD=VALUE"),
         ("mode.deep=1", "'mode' is a value"),
         ("loop.seed=[", "not YAML"),
+        ("grader.pattern=a: b", "YAML reads the value as a mapping; quote it"),
     ],
 )
 def test_malformed_override_is_named(assignment: str, words: str) -> None:
@@ -130,6 +132,7 @@ def test_text_that_is_no_configuration_is_refused_by_file_and_line(tmp_path: Pat
         "environment.seed=18446744073709551616",
         "rollout.prompts=10000000",
         "reload.prepare_deadline_s=1e12",
+        "trainer.learning_rate=1e30",
     ],
 )
 def test_numbers_that_no_library_takes_are_refused_at_once(config_file: Path, assignment: str) -> None:
@@ -137,3 +140,22 @@ def test_numbers_that_no_library_takes_are_refused_at_once(config_file: Path, as
     field = assignment.partition("=")[0]
     with pytest.raises(BadConfig, match=rf"{field}.*less than or equal"):
         load(config_file, [assignment])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"environment": {"task": "gcd"}}, "environment.kind: is required: one of dataset, own, reasoning_gym"),
+        ({"environment": {"kind": "gym", "task": "gcd"}}, "environment.kind: expected one of .*, found 'gym'"),
+        ({"environment": "gcd"}, "environment"),
+        ({"rollout": "many"}, "rollout: expected a mapping of fields, found 'many'"),
+        ({"rollout": {"prompts": True}}, "rollout.prompts: expected a number, a text or a mapping, found true"),
+        ({"rollout": {"prompts": "many"}}, "rollout.prompts: expected a valid integer.*, found 'many'"),
+        ({"rollout": {"top_k": 0}}, "rollout.top_k: 0 leaves no token to sample; use -1"),
+    ],
+)
+def test_what_stands_where_something_else_is_meant_is_named(change: dict[str, Any], said: str) -> None:
+    """Fault: words of the library that checks, about its own types."""
+    with pytest.raises(BadConfig, match=said) as caught:
+        parse({**MINIMAL, **change})
+    assert "Input" not in str(caught.value)

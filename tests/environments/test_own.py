@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from colchis.components.config import load
-from colchis.components.environments import Tokenizer, check_prompts, generate_rows, open_environment
+from colchis.components.environments import TextModel, Tokenizer, check_prompts, generate_rows, open_environment
 from colchis.components.errors import BadConfig, BadData
 from colchis.components.grader import grade
 from colchis.components.records.trajectories import Segment, SegmentKind, Trajectory, VersionSpan
@@ -48,6 +48,7 @@ def config(installed):
 
 
 TOKENIZER = Tokenizer(character_tokenizer())
+MODEL = TextModel(TOKENIZER, TOKENIZER.vocabulary_size)
 
 
 class Scripted(FaultServer):
@@ -88,7 +89,7 @@ def play(config, says, row):
                 groups=[PromptGroup(0, row)],
                 engines=Engines.at([server.url]),
                 environment=open_environment(config.environment),
-                tokenizer=TOKENIZER,
+                model=MODEL,
                 on_group=groups.append,
             )
         )
@@ -196,10 +197,10 @@ def test_prompts_are_checked_against_the_tokenizer(config):
     """A tokenizer without an unknown token drops what it cannot read, and the policy is asked something else."""
     rows = generate_rows(config.environment)
     environment = open_environment(config.environment)
-    check_prompts(environment, rows, TOKENIZER, vocabulary_size=TOKENIZER.vocabulary_size, longest_tokens=40)
+    check_prompts(environment, rows, MODEL, longest_tokens=40)
     with pytest.raises(BadData, match="tokens, at most 3"):
-        check_prompts(environment, rows, TOKENIZER, vocabulary_size=99, longest_tokens=3)
+        check_prompts(environment, rows, MODEL, longest_tokens=3)
     with pytest.raises(BadData, match="outside the vocabulary of 5"):
-        check_prompts(environment, rows, TOKENIZER, vocabulary_size=5, longest_tokens=40)
+        check_prompts(environment, rows, TextModel(TOKENIZER, 5), longest_tokens=40)
     assert TOKENIZER.lost_character("1+ü=") == "ü"
     assert TOKENIZER.lost_character("1+1=") is None

@@ -10,7 +10,7 @@ import tokenizers
 from tokenizers import decoders, models
 
 from colchis.components.config import parse
-from colchis.components.environments import SingleTurn, Tokenizer
+from colchis.components.environments import SingleTurn, TextModel, Tokenizer
 from colchis.components.records.rows import Row, Rows, Split
 from colchis.components.rollout import PromptGroup, rollout_groups
 
@@ -55,7 +55,18 @@ def rows() -> Rows:
 def generate(tokenizer):
     """generate(engines, ...) -> (groups in order of arrival, stats)."""
 
-    def run(engines, *, groups=3, environment=None, sampling=None, on_group=None, iteration=3, version=3, **rollout):
+    def run(
+        engines,
+        *,
+        groups=3,
+        environment=None,
+        sampling=None,
+        on_group=None,
+        iteration=3,
+        version=3,
+        context_tokens=None,
+        **rollout,
+    ):
         config = parse(
             {
                 "model": {"source": "file:x"},
@@ -75,7 +86,7 @@ def generate(tokenizer):
                 groups=[PromptGroup(g, ROWS[g + 1]) for g in range(groups)],
                 engines=engines,
                 environment=environment or Echo(),
-                tokenizer=tokenizer,
+                model=TextModel(tokenizer, tokenizer.vocabulary_size, context_tokens),
                 on_group=on_group or arrived.append,
                 sampling=sampling,
             )

@@ -103,6 +103,20 @@ def test_a_reply_that_leaves_no_room_ends_the_episode(generate, server):
         assert len(t.token_ids) <= 64
 
 
+def test_a_reply_that_passes_the_context_of_the_model_ends_the_episode(generate, server):
+    """The engine would refuse the next turn, and one long tool output would end the whole run."""
+    arrived, _ = generate(
+        Engines.at([server.url]),
+        groups=1,
+        environment=Episodes(lambda e: Reply("12345678\n")),
+        max_turns=10,
+        context_tokens=40,
+    )
+    for t in arrived[0]:
+        assert t.finish_reason == "context"
+        assert len(t.token_ids) <= 40
+
+
 def test_an_empty_reply_lets_the_model_go_on(generate, server):
     arrived, _ = generate(Engines.at([server.url]), groups=1, environment=Episodes(lambda e: Reply("")), max_turns=2)
     for t in arrived[0]:

@@ -22,6 +22,7 @@ import httpx
 
 from colchis.components.records import trajectories as trajectory_records
 from colchis.components.store import StageKey, Store, find_commit, keys
+from colchis.workflows.home import started_at
 from colchis.workflows.local.services import Child, engine_command, free_port
 from colchis.workflows.local.weed import Weed
 from tests.faults import FaultProxy
@@ -176,7 +177,12 @@ class Guest:
     def announce(self, **changes: str) -> None:
         """Write `services.json`, with other values where `changes` has them."""
         self.project.home.mkdir(parents=True, exist_ok=True)
-        state = {"pid": os.getpid(), "kept": True, "environment": self.services.environment | changes}
+        state = {
+            "pid": os.getpid(),
+            "since": started_at(os.getpid()),
+            "kept": True,
+            "environment": self.services.environment | changes,
+        }
         (self.project.home / "services.json").write_text(json.dumps(state))
 
     def start(self, *args: str) -> subprocess.Popen[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from colchis.components.config import parse, to_parameters
 from colchis.components.store import Payload, StageKey, Store, keys, read_commit
 from colchis.workflows.local.services import Pool, start_pool
 from colchis.workflows.runs import pool_environment
@@ -117,6 +118,16 @@ def test_unreadable_commit_is_refused_by_name(stages: Stages) -> None:
         assert code == 65, said
         assert BATCH.commit in said
         assert stages.store.find(TRAIN.commit) is None
+
+
+def test_a_run_that_lost_its_record_is_not_begun_anew(stages: Stages) -> None:
+    """Fault: weights of one configuration, continued under another that nothing compares them with."""
+    sections = to_parameters(parse(json.loads(stages.store.get(keys.run_record("r")).data)["config"]))
+    with without(stages.store, keys.run_record("r")):
+        code, said = stages.run("begin", *(f"--section={name}={text}" for name, text in sections.items()))
+        assert code == 65, said
+        assert keys.run_record("r") in said
+        assert stages.store.find(keys.run_record("r")) is None
 
 
 @contextmanager

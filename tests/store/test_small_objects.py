@@ -68,6 +68,14 @@ def test_listing_is_sorted_and_crosses_pages(store: Store) -> None:
     assert store.list("many/") == [f"many/{number:05d}" for number in range(1005)]
 
 
+def test_folders_are_the_next_part_of_the_keys(store: Store) -> None:
+    """Catches a listing that reads every object of every run to name the runs."""
+    for key in ("runs/b/run.json", "runs/a/run.json", "runs/a/weights/v0", "runs/c", "other/x"):
+        store.put(key, b"")
+    assert store.folders("runs/") == ["a", "b"]
+    assert store.folders("nothing/") == []
+
+
 def test_create_does_not_overwrite(store: Store) -> None:
     assert store.create("key", b"first")
     assert not store.create("key", b"second")

@@ -49,7 +49,7 @@ test-cluster-full: base ## with every fault, two pools and sixty iterations (an 
 	$(BIN)/python -m tests.cluster.harness run $(BIN)/pytest -q -m cluster tests/cluster
 
 test-cluster-image: base ## the same run, its stages from the image of images/stage (builds it; minutes)
-	COLCHIS_BUILT_STAGE=yes $(BIN)/python -m tests.cluster.harness run $(BIN)/pytest -q -m cluster tests/cluster/test_skeleton.py
+	COLCHIS_BUILT_STAGE=yes $(BIN)/python -m tests.cluster.harness run $(BIN)/pytest -q -m cluster tests/cluster/test_argo_submit.py
 
 cluster-up: setup ## keep a test cluster: see tests/cluster/README.md
 	$(BIN)/python -m tests.cluster.harness up

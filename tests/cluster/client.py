@@ -206,7 +206,8 @@ class Cluster:
             ):
                 pod = event["object"]
                 owners = [owner.name for owner in pod.metadata.owner_references or []]
-                if name in owners and pod.status.phase == "Running" and pod.status.pod_ip:
+                leaves = pod.metadata.deletion_timestamp is not None
+                if name in owners and not leaves and pod.status.phase == "Running" and pod.status.pod_ip:
                     addresses[pod.metadata.name] = pod.status.pod_ip
                 if len(addresses) == replicas:
                     follow.stop()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -38,14 +39,37 @@ def store(cluster: Cluster) -> Store:
 
 
 @pytest.fixture(scope="session")
-def pool(cluster: Cluster) -> Iterator[list[str]]:
-    """Pool `main` of the overlay, scaled up: two pods, each an embedded engine with its agent; their names."""
-    with cluster.scaled("colchis-engines-main", 2) as addresses:
-        for port, path in ((30000, "/health"), (9000, "/live")):
-            for address in addresses.values():
-                wait_for(f"http://{address}:{port}{path}", deadline_s=180)
-        assert cluster.ready_pods(addresses, deadline_s=3) == set(), "ready without weights"
-        yield sorted(addresses)
+def engines_for(cluster: Cluster) -> Iterator[Callable[[str], list[str]]]:
+    """engines_for(model) -> the pods of pool `main` of the overlay, scaled up: two, each an embedded engine with its agent.
+    They are other pods for another model: an engine keeps the architecture that it first loaded."""
+    serving, names = "", list[str]()
+    with ExitStack() as up:
+
+        def start(model: str) -> list[str]:
+            nonlocal serving, names
+            if model != serving:
+                up.close()
+                addresses = up.enter_context(cluster.scaled("colchis-engines-main", 2))
+                for port, path in ((30000, "/health"), (9000, "/live")):
+                    for address in addresses.values():
+                        wait_for(f"http://{address}:{port}{path}", deadline_s=180)
+                assert cluster.ready_pods(addresses, deadline_s=3) == set(), "ready without weights"
+                serving, names = model, sorted(addresses)
+            return names
+
+        yield start
+
+
+@pytest.fixture(scope="module")
+def pool(engines_for: Callable[[str], list[str]]) -> list[str]:
+    """Pool `main` for the example; the names of its pods."""
+    return engines_for("example")
+
+
+@pytest.fixture(scope="module")
+def small_pool(engines_for: Callable[[str], list[str]]) -> list[str]:
+    """Pool `main` for the tiny model of `config`; the names of its pods."""
+    return engines_for("small")
 
 
 def wait_for(url: str, deadline_s: float, allow: Container[int] = ()) -> None:
@@ -70,8 +94,9 @@ def config(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def calm(config: Path, cluster: Cluster, store: Store, pool: list[str]) -> list[str]:
+def calm(config: Path, cluster: Cluster, store: Store, engines_for: Callable[[str], list[str]]) -> list[str]:
     """The weights of an undisturbed run of `config`, by iteration."""
+    engines_for("small")
     ended(cluster, submit(config, "calm"))
     digests = digests_of(store, "calm")
     assert len(set(digests)) == ITERATIONS, "each iteration changes the weights"

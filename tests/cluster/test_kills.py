@@ -13,7 +13,7 @@ from tests.cluster.client import Cluster
 from tests.cluster.faults import killed
 from tests.cluster.runs import DEADLINE_S, argo, digests_of, ended, shape, submit
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800), pytest.mark.usefixtures("strict", "pool")]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800), pytest.mark.usefixtures("strict", "small_pool")]
 
 
 @pytest.fixture(autouse=True)
@@ -90,14 +90,16 @@ def test_the_store_is_away(config: Path, calm: list[str], cluster: Cluster, stor
 
 
 @pytest.mark.slow
-def test_an_engine_is_killed(config: Path, calm: list[str], cluster: Cluster, store: Store, pool: list[str]) -> None:
+def test_an_engine_is_killed(
+    config: Path, calm: list[str], cluster: Cluster, store: Store, small_pool: list[str]
+) -> None:
     """Fault: an engine that serves before its first reload after a restart, or a run that goes on without it."""
     workflow = submit(config, "maimed")
     cluster.pod_of(workflow, "train", deadline_s=DEADLINE_S)
-    cluster.delete_pod(pool[0], grace_s=0)
+    cluster.delete_pod(small_pool[0], grace_s=0)
     ended(cluster, workflow)
     assert digests_of(store, "maimed") == calm
-    assert cluster.ready_pods(pool, deadline_s=60) == set(pool)
+    assert cluster.ready_pods(small_pool, deadline_s=60) == set(small_pool)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from hera.workflows import NoneArchiveStrategy, Parameter, S3Artifact, Step, Ste
 from hera.workflows import models as m
 
 from colchis.components.config import SECTIONS
+from colchis.components.stages.interface import INTERFACE
 from colchis.workflows.templates import DIGEST, POD_SECURITY, Shape, reload_set, stage, successor
 
 MODE = "sync"
@@ -86,7 +87,8 @@ def sync(shape: Shape) -> WorkflowTemplate:
             shape,
             "begin",
             [
-                *("--template", name, "--template-digest", DIGEST, "--workflow", "{{workflow.name}}"),
+                *("--template", name, "--template-digest", DIGEST, "--interface", str(INTERFACE)),
+                *("--workflow", "{{workflow.name}}"),
                 *("--start", "{{workflow.parameters.start}}", *sections),
             ],
             outputs={

@@ -19,6 +19,7 @@ from colchis.components.records.run import Outcome, RunRecord, now
 from colchis.components.report import find_run, find_stop
 from colchis.components.stages.admit import open_iteration_of, reason_to_stop
 from colchis.components.stages.context import Stage, fetch_text_model, scratch, stage_command
+from colchis.components.stages.interface import check_interface
 from colchis.components.store import download_input, keys, probe, read_input, upload_input
 from colchis.components.weights.publish import base_manifest, publish
 
@@ -56,13 +57,21 @@ def window(config: RunConfig, *, start: int | None, open_iteration: int, stop: s
 @stage_command("begin", epilog="Example: begin --run first --start 0 --section model='{source: input:12ab...}' ...")
 @click.option("--template", default="", help="Name of the WorkflowTemplate that runs this.")
 @click.option("--template-digest", default="", help="Its digest, as rendered.")
+@click.option("--interface", type=int, help="What the template takes stages to be, as rendered.")
 @click.option("--workflow", default="", help="Name of this Workflow.")
 @click.option("--start", default="", help="First iteration of this window; empty: where the run stands.")
 @click.option("--section", "sections", multiple=True, metavar="NAME=TEXT", help="One section, as YAML or JSON text.")
 def command(
-    stage: Stage, template: str, template_digest: str, workflow: str, start: str, sections: tuple[str, ...]
+    stage: Stage,
+    template: str,
+    template_digest: str,
+    interface: int | None,
+    workflow: str,
+    start: str,
+    sections: tuple[str, ...],
 ) -> None:
     """Validate the configuration, create or continue the run, and decide the window of this Workflow."""
+    check_interface(interface)
     given = dict(section.split("=", 1) for section in sections)
     probe(stage.store)
     asked = _asked(given)

@@ -183,6 +183,27 @@ class Cluster:
         follow.stop()
         return code
 
+    def wait_for_node(self, *, ready: bool, deadline_s: float) -> None:
+        """Until every node is ready, or one is not."""
+        follow = watch.Watch()
+        states: dict[str, bool] = {}
+        for event in follow.stream(self.core.list_node, timeout_seconds=int(deadline_s)):
+            conditions = event["object"].status.conditions or []
+            states[event["object"].metadata.name] = any(c.type == "Ready" and c.status == "True" for c in conditions)
+            if all(states.values()) == ready:
+                return follow.stop()
+        raise TimeoutError(f"nodes that are ready: {states}, after {deadline_s:.0f} s")
+
+    @contextmanager
+    def quota(self, hard: Mapping[str, str]) -> Iterator[None]:
+        """What the namespace may have, for as long as the block lasts."""
+        body = {"metadata": {"name": "test"}, "spec": {"hard": dict(hard)}}
+        self.core.create_namespaced_resource_quota(NAMESPACE, body)
+        try:
+            yield
+        finally:
+            self.core.delete_namespaced_resource_quota("test", NAMESPACE)
+
     def config_map(self, name: str, data: dict[str, str]) -> None:
         """Creates or replaces a ConfigMap."""
         body = {"metadata": {"name": name}, "data": data}

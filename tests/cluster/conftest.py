@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from colchis.components.store import Store, StoreSettings
+from colchis.components.store import Store, StoreSettings, keys
 from tests.cluster.client import Cluster
 from tests.cluster.runs import ITERATIONS, digests_of, ended, submit
 from tests.run.conftest import make_project, model
@@ -108,3 +108,12 @@ def strict(cluster: Cluster) -> Iterator[None]:
     """The controller takes runs only as references to templates, as in production."""
     with cluster.controller_setting("workflowRestrictions", {"templateReferencing": "Strict"}):
         yield
+
+
+@pytest.fixture
+def alone(cluster: Cluster, store: Store) -> Iterator[None]:
+    """A test that fails leaves the pool to the next one."""
+    yield
+    for workflow in cluster.running():
+        cluster.delete("workflows", workflow)
+        store.delete(keys.pool_lease("main"))

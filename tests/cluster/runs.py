@@ -50,15 +50,16 @@ def digests_of(store: Store, run: str, iterations: int = ITERATIONS) -> list[str
     return [Summary.from_bytes(store.get(key).data, key).weights_digest for key in found]
 
 
-def argo(*words: str) -> None:
-    """One command of Argo's own client, to its end."""
+def argo(*words: str) -> str:
+    """What one command of Argo's own client says, at its end."""
     done = subprocess.run(["argo", *words, "-n", "colchis"], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def shape(cluster: Cluster, name: str, change: Callable[[dict[str, Any]], None]) -> None:
-    """Installs the template of the mode for another shape: that of `cpu` with another `train`."""
+    """Installs the template of the mode for another shape: that of `cpu`, with `change` applied to its templates by name."""
     template = yaml.safe_load((REPOSITORY / "manifests/base/templates/colchis-sync-cpu.yaml").read_text())
     template["metadata"].update(name=f"colchis-sync-{name}", namespace="colchis")
-    change(next(t for t in template["spec"]["templates"] if t["name"] == "train"))
+    change({t["name"]: t for t in template["spec"]["templates"]})
     cluster.apply_template(template)

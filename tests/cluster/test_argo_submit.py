@@ -47,6 +47,16 @@ def test_the_run_succeeds(finished: Any, cluster: Cluster) -> None:
     assert finished["phase"] == "Succeeded", f"{finished.get('message')}: {failed}\n{cluster.logs(finished['name'])}"
 
 
+def test_argo_shows_the_lines_of_each_stage(finished: Any) -> None:
+    """Catches logs that are no lines of JSON, or that nobody keeps for the minute in which Argo's client asks."""
+    done = subprocess.run(
+        ["argo", "logs", "-n", "colchis", finished["name"], "--no-color"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line.partition(": ")[2] for line in done.stdout.splitlines()]
+    assert "workflow closed" in [json.loads(line)["event"] for line in lines if line.startswith("{")]
+
+
 def test_the_store_declares_two_versions(finished: Any, store: Store, pool: list[str]) -> None:
     """Catches iterations that pods ran but did not commit, and engines that serve something else."""
     serving = Serving.from_bytes(store.get(keys.serving(RUN)).data, keys.serving(RUN))

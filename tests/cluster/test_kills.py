@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from colchis.components.store import StageKey, Store, find_commit, keys
+from colchis.components.store import StageKey, Store, find_commit
 from tests.cluster.client import Cluster
 from tests.cluster.faults import killed
-from tests.cluster.runs import DEADLINE_S, argo, digests_of, ended, shape, submit
+from tests.cluster.runs import DEADLINE_S, digests_of, ended, submit
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800), pytest.mark.usefixtures("strict", "small_pool")]
-
-
-@pytest.fixture(autouse=True)
-def alone(cluster: Cluster, store: Store) -> Iterator[None]:
-    """A test that fails leaves the pool to the next one."""
-    yield
-    for workflow in cluster.running():
-        cluster.delete("workflows", workflow)
-        store.delete(keys.pool_lease("main"))
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800), pytest.mark.usefixtures("strict", "small_pool", "alone")]
 
 
 def test_pods_deleted_while_they_run(config: Path, calm: list[str], cluster: Cluster, store: Store) -> None:
@@ -112,35 +102,12 @@ def test_two_submissions_of_one_run(config: Path, calm: list[str], cluster: Clus
 
 
 @pytest.mark.slow
-def test_a_trainer_out_of_memory(config: Path, cluster: Cluster) -> None:
-    """Fault: a trainer that is killed for memory is tried for ever, or fails without the word."""
-    shape(cluster, "narrow", lambda train: train["container"]["resources"]["limits"].update(memory="64Mi"))
-    status = ended(cluster, submit(config, "narrow", "--shape", "narrow"), phase="Failed")
-    tries = [n for n in status["nodes"].values() if n["type"] == "Pod" and n["templateName"] == "train"]
-    assert len(tries) == 6, "once, and five times more"
-    assert {"OOMKilled" in n["message"] for n in tries} == {True}, [n["message"] for n in tries]
-    assert any(n["type"] == "Retry" and "OOMKilled" in n["message"] for n in status["nodes"].values())
-
-
-@pytest.mark.slow
-def test_an_image_that_is_not_there(config: Path, cluster: Cluster) -> None:
-    """Fault: a run that waits without saying for what."""
-    shape(cluster, "unbuilt", lambda train: train["container"].update(image="localhost/colchis/unbuilt:1"))
-    workflow = submit(config, "unbuilt", "--shape", "unbuilt")
-    message = cluster.node_message(workflow, "train", "unbuilt:1", deadline_s=DEADLINE_S)
-    assert "ImagePullBackOff" in message or "ErrImagePull" in message
-    argo("stop", workflow)
-    ended(cluster, workflow, phase="Failed")
-
-
-@pytest.mark.slow
-def test_stopped_and_retried(config: Path, calm: list[str], cluster: Cluster, store: Store) -> None:
-    """Fault: a run that was stopped in the middle of an iteration cannot go on, or does so from somewhere else."""
-    workflow = submit(config, "paused")
+def test_a_node_is_not_ready_and_comes_back(config: Path, calm: list[str], cluster: Cluster, store: Store) -> None:
+    """Fault: a run that takes a silent node for a failed stage, or waits for ever for what ended meanwhile."""
+    workflow = submit(config, "silent")
     cluster.pod_of(workflow, "train", deadline_s=DEADLINE_S)
-    argo("stop", workflow)
-    ended(cluster, workflow, phase="Failed")
-    argo("retry", workflow)
-    cluster.pod_of(workflow, "train", deadline_s=DEADLINE_S)
+    with killed("kubelet"):
+        cluster.wait_for_node(ready=False, deadline_s=120)
+    cluster.wait_for_node(ready=True, deadline_s=120)
     ended(cluster, workflow)
-    assert digests_of(store, "paused") == calm
+    assert digests_of(store, "silent") == calm

@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.cluster,
     pytest.mark.slow,
     pytest.mark.timeout(1800),
-    pytest.mark.usefixtures("strict", "small_pool"),
+    pytest.mark.usefixtures("strict", "small_pool", "alone"),
 ]
 
 

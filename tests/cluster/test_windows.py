@@ -14,7 +14,7 @@ from colchis.components.store import Store
 from tests.cluster.client import GROUP, Cluster
 from tests.cluster.runs import argo, digests_of, ended, submit
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800), pytest.mark.usefixtures("strict", "small_pool")]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800), pytest.mark.usefixtures("strict", "small_pool", "alone")]
 
 LARGEST_BYTES = 700 << 10
 """A Workflow in etcd: it must not come near the 1 MiB where Argo has to compress its nodes."""

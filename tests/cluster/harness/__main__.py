@@ -1,4 +1,4 @@
-"""python -m tests.cluster.harness build | up | down | run COMMAND..."""
+"""python -m tests.cluster.harness check | build | up | down | run COMMAND..."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from tests.cluster.harness import build, cluster
 
 def main(arguments: list[str]) -> int:
     match arguments:
+        case ["check"]:
+            if (lacking := cluster.obstacle()) is not None:
+                raise cluster.CannotStart(lacking)
         case ["build"]:
             build.everything()
         case ["up"]:

@@ -61,12 +61,20 @@ def up(*, lifeline: int | None = None) -> bool:
         return True
 
 
-def _start(lifeline: int | None) -> None:
+def obstacle() -> str | None:
+    """Why this machine cannot have the cluster, or None."""
+    if os.geteuid() != 0:
+        return "the harness must run as root: it makes namespaces, mounts and network devices"
     if not Path("/sys/fs/cgroup/cpu").is_dir():
-        raise CannotStart(
-            "this machine has no cgroup v1 hierarchy, which the harness is written for; "
-            "use a cluster of your own: COLCHIS_KUBECONFIG=... make test-cluster"
-        )
+        return "this machine has no cgroup v1 hierarchy, which the harness is written for"
+    namespaces = ["unshare", "--mount", "--net", "--pid", "--fork", "true"]
+    made = subprocess.run(namespaces, capture_output=True, text=True, check=False)
+    return None if made.returncode == 0 else f"namespaces cannot be made here ({made.stderr.strip()})"
+
+
+def _start(lifeline: int | None) -> None:
+    if (lacking := obstacle()) is not None:
+        raise CannotStart(f"{lacking}; use a cluster of your own: COLCHIS_KUBECONFIG=... make test-cluster")
     environment = {**os.environ, **_inner_environment()}
     for folder in ("store", "logs", "podlogs", "kubelet", "pki"):
         shutil.rmtree(STATE / folder, ignore_errors=True)

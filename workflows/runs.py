@@ -173,8 +173,13 @@ async def _interpret(
         on_event=on_event,
     )
     loop = asyncio.get_running_loop()
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(signal_number, interpreter.stop)
+
+    def interrupted() -> None:
+        interpreter.stop()
+        loop.remove_signal_handler(signal.SIGINT)  # the next one is a KeyboardInterrupt, which waits for no stage
+
+    loop.add_signal_handler(signal.SIGINT, interrupted)
+    loop.add_signal_handler(signal.SIGTERM, interpreter.stop)
     try:
         return await interpreter.run(
             workflow(config, run=run.run, pool=pool.name, shape=run.shape, metadata={"name": name})

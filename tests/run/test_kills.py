@@ -129,6 +129,22 @@ def test_killed_service_ends_the_run_clearly_and_it_continues(
     assert project.digests() == finished.digests()[:2]
 
 
+def test_a_second_interrupt_waits_for_nothing(finished: Project, project: Project) -> None:
+    """Fault: a user who has to find and kill what a stage's end is waited for, and engines that stay."""
+    runner = project.start()
+    wait_until(has_commit(project, StageKey("r", 0, "rollout", 0)), runner)
+    children = descendants(runner.pid)
+    os.kill(runner.pid, signal.SIGINT)
+    time.sleep(0.3)  # as a hand on the keyboard: two signals at once are one
+    os.kill(runner.pid, signal.SIGINT)
+    out = runner.communicate(timeout=DEADLINE_S)[0]
+    assert runner.returncode == 130, out
+    assert "Traceback" not in out
+    assert not [pid for pid in children if os.path.exists(f"/proc/{pid}") and not is_zombie(pid)]
+    assert project.run().returncode == 0
+    assert project.digests() == finished.digests()[:2]
+
+
 def test_interrupt_stops_everything_and_continues(finished: Project, project: Project) -> None:
     """Fault: Ctrl-C that leaves engines behind, or that costs the run more than the iteration under way."""
     runner = project.start()

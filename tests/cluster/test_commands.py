@@ -66,6 +66,7 @@ def test_a_template_that_is_not_installed_is_refused(cluster: Cluster) -> None:
     assert "colchis-sync-cpu" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_request_starts_one_run_and_made_again_ends_at_once(
     submitted: list[dict[str, Any]], cluster: Cluster, store: Store, tmp_path: Path
 ) -> None:
@@ -92,6 +93,7 @@ def test_a_request_starts_one_run_and_made_again_ends_at_once(
     assert Outcome.from_bytes(store.get(key).data, key).status == "Succeeded"
 
 
+@pytest.mark.slow
 def test_equal_runs_are_equal_and_diff_says_so(submitted: list[dict[str, Any]], store: Store) -> None:
     """Fault: a run on a cluster that depends on its name, its pods or its hour."""
     other = next(run for key in store.list("runs/asked-") if (run := key.split("/")[1]))

@@ -183,6 +183,7 @@ def second(first: Request, flux: Flux, cluster: Cluster) -> Request:
     return request
 
 
+@pytest.mark.slow
 def test_a_changed_request_is_another_run(second: Request, first: Request, cluster: Cluster) -> None:
     """Fault: a change that alters the run that was, or starts none."""
     assert second.name != first.name
@@ -191,6 +192,7 @@ def test_a_changed_request_is_another_run(second: Request, first: Request, clust
     assert first.found(cluster)["status"]["phase"] == "Succeeded", "and its predecessor's Workflow is still there"
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_its_file_is_deleted(second: Request, flux: Flux, cluster: Cluster) -> None:
     """Fault: a clean-up of the repository that ends runs. Pruning is on here: the request's annotation alone holds."""
     assert not is_over(second.found(cluster)), "the commit has to come while it runs"

@@ -194,6 +194,14 @@ class Cluster:
                 return follow.stop()
         raise TimeoutError(f"nodes that are ready: {states}, after {deadline_s:.0f} s")
 
+    def wait_for_no_pods(self, selector: str, *, deadline_s: float) -> None:
+        """Until no pod is left that the selector finds."""
+        until = time.monotonic() + deadline_s
+        while left := self.core.list_namespaced_pod(NAMESPACE, label_selector=selector).items:
+            if time.monotonic() > until:
+                raise TimeoutError(f"pods that stay after {deadline_s:.0f} s: {[p.metadata.name for p in left]}")
+            time.sleep(1)
+
     @contextmanager
     def quota(self, hard: Mapping[str, str]) -> Iterator[None]:
         """What the namespace may have, for as long as the block lasts."""

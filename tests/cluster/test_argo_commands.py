@@ -57,3 +57,12 @@ def test_what_is_shown(config: Path, calm: list[str], cluster: Cluster) -> None:
     tree = argo("get", workflow)
     for node in ("begin", "rollout", "batch", "train", "store", "transfer", "buffer", "load", "close"):
         assert node in tree
+
+
+def test_pods_go_and_what_they_made_stays(calm: list[str], cluster: Cluster, store: Store) -> None:
+    """Fault: a namespace that fills with ended pods, or a policy that takes the run's data with them."""
+    workflow = argo("list", "-l", "colchis.dev/run=calm", "-o", "name").split()[-1]
+    cluster.wait_for_no_pods(f"workflows.argoproj.io/workflow={workflow}", deadline_s=180)
+    assert digests_of(store, "calm") == calm
+    assert store.find(f"runs/calm/reports/{workflow}.html") is not None
+    assert argo("get", workflow, "-o", "name").strip() == workflow, "the Workflow itself stays for its own time"

@@ -95,7 +95,8 @@ def test_a_trainer_out_of_memory(config: Path, cluster: Cluster) -> None:
     """Fault: a trainer that is killed for memory is tried for ever, or fails without the word."""
 
     def change(templates: Templates) -> None:
-        templates["train"]["container"]["resources"]["limits"].update(memory="64Mi")
+        for bound in templates["train"]["container"]["resources"].values():
+            bound["memory"] = "64Mi"
 
     shape(cluster, "narrow", change)
     status = ended(cluster, submit(config, "narrow", "--shape", "narrow"), phase="Failed")

@@ -37,7 +37,7 @@ demo: base ## learn arithmetic on this machine: 100 iterations, report.html
 	$(BIN)/colchis run examples/arithmetic/run.yaml
 
 test: setup ## all tests that need neither a cluster nor SGLang
-	$(BIN)/pytest -q -m "not cluster and not sglang and not slow"
+	$(BIN)/pytest -q -n 2 --dist loadfile -m "not cluster and not sglang and not slow"
 
 test-slow: setup ## runs that are killed at every stage, and continued
 	$(BIN)/pytest -q -m "slow and not cluster" tests

@@ -26,6 +26,7 @@ from colchis.components.records.weights import WeightsManifest
 from colchis.components.store import Store, Transfer, keys
 from colchis.components.weights.checksums import Prediction, predict
 from colchis.components.weights.deadline import Deadline
+from colchis.components.weights.delta import apply
 from colchis.components.weights.fetch import fetch_files, fetch_model_folder, verify_files, write_index
 from colchis.components.weights.manifest import check
 from colchis.components.weights.publish import read_manifest
@@ -157,7 +158,7 @@ class Staging:
         filling.mkdir(parents=True)
         try:
             self._borrow(manifest, filling)
-            transfers = fetch_files(store, manifest, filling, deadline)
+            transfers = self._fetch(store, manifest, filling, deadline)
             for path in extra:
                 shutil.copyfile(path, filling / path.name)
             write_index(manifest, filling)
@@ -231,6 +232,24 @@ class Staging:
     def _path(self, run: str, version: int) -> Path:
         return self.folder / "versions" / keys.label("run", run) / f"v{version:08d}"
 
+    def _fetch(self, store: Store, manifest: WeightsManifest, filling: Path, deadline: Deadline) -> list[Transfer]:
+        """The files into `filling`: from the version before and what differs from it, where that is at hand; else whole."""
+        delta = manifest.delta
+        base = self.find(manifest.run, delta.base_version) if delta else None
+        if delta is None or base is None or base.digest != delta.base_digest:
+            return fetch_files(store, manifest, filling, deadline)
+        file = filling / "delta"
+        try:
+            deadline.check(f"fetch of the delta of weights v{manifest.version}", where=delta.payload.key)
+            transfer = store.download(delta.payload, file)
+            apply(file, [base.folder / f.name for f in base.manifest.files], filling, base_digest=base.digest)
+        except BadData as damage:  # a longer way to the same bytes
+            log.warning("weights v%d of run '%s' are fetched whole: %s", manifest.version, manifest.run, damage)
+            return fetch_files(store, manifest, filling, deadline)
+        finally:
+            file.unlink(missing_ok=True)
+        return [transfer]
+
     def _borrow(self, manifest: WeightsManifest, filling: Path) -> None:
         """Link files that a staged version has under the same checksums: a version of kind `same` moves no byte."""
         present = {
@@ -244,7 +263,7 @@ class Staging:
                 os.link(source, filling / file.name)
 
     def _make_room(self, manifest: WeightsManifest) -> None:
-        needed = manifest.file_bytes()
+        needed = manifest.file_bytes() + (manifest.delta.payload.bytes if manifest.delta else 0)
         free = shutil.disk_usage(self.folder).free
         if self.budget_bytes is not None:
             used = sum(p.lstat().st_size for p in (self.folder / "versions").rglob("*") if p.is_file())

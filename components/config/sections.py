@@ -39,7 +39,11 @@ class Section(BaseModel):
         for name, value in fields.items() if isinstance(fields, dict) else ():
             if isinstance(value, bool) and name in cls.model_fields:
                 told = {"field": name, "found": str(value).lower()}
-                raise PydanticCustomError(SWITCH, "expected a number, a text or a mapping, found {found}", told)
+                raise PydanticCustomError(
+                    SWITCH,
+                    "expected a number, a text or a mapping, found {found} (so YAML reads on, off, yes and no: quote a text)",
+                    told,
+                )
         return fields
 
 
@@ -283,6 +287,10 @@ class ReloadConfig(Section):
 
     pause: Literal["retract", "abort"] = Field("retract")
     """What happens to requests in flight: kept, with their cache rebuilt under the new weights, or aborted."""
+
+    delta: Literal["auto", "never"] = Field("auto")
+    """`auto`: publish, beside the whole files, the bits that differ from the version before when these are much fewer (they
+    are with `model.dtype: bfloat16` and a small learning rate); agents that have that version fetch no more."""
 
     prepare_deadline_s: float = Field(600.0, gt=0, le=WEEK_S)
     """Longest time for an engine's agent to fetch and verify a version, while the engine goes on serving."""

@@ -28,6 +28,15 @@ class TensorEntry(Record):
     """Of the same bytes."""
 
 
+class Delta(Record):
+    """The version once more, as the bits that differ from those of the version before (`components/weights/delta.py`)."""
+
+    base_version: int = Field(ge=0)
+    base_digest: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """`weights_digest` of the version that it applies to."""
+    payload: Payload
+
+
 class WeightsManifest(Record):
     """`runs/R/weights/vNNNNNNNN/manifest.json`: a copy of what the train commit decided, so without a clock in it."""
 
@@ -46,6 +55,8 @@ class WeightsManifest(Record):
     """`inputs/` digest of the folder with configuration and tokenizer."""
     step: int = Field(ge=0)
     """Optimiser steps made since v0."""
+    delta: Delta | None = None
+    """A shorter way for who has the base; `files` are always there whole."""
 
     @model_validator(mode="after")
     def _consistent(self) -> WeightsManifest:
@@ -59,6 +70,10 @@ class WeightsManifest(Record):
             raise ValueError(f"weights_digest is {self.weights_digest}, but the tensors listed give {found}")
         if self.base_version is not None and self.base_version >= self.version:
             raise ValueError(f"base_version {self.base_version} is not before version {self.version}")
+        if self.delta is not None and self.delta.base_version != self.base_version:
+            raise ValueError(
+                f"the delta is of v{self.delta.base_version}, the version was made from v{self.base_version}"
+            )
         if self.kind == "same" and self.base_version is None:
             raise ValueError("kind 'same' needs a base_version to be the same as")
         return self

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from colchis.components.logs import event
 from colchis.components.records.batch import Batch, read_batch
+from colchis.components.records.weights import Delta, WeightsManifest
 from colchis.components.stages.batch import empty_batch
 from colchis.components.stages.context import Stage, Stopwatch, scratch, stage_command
-from colchis.components.store import Commit, read_input
+from colchis.components.store import Attempt, Commit, read_input
+from colchis.components.weights.delta import encode
 from colchis.components.weights.manifest import build
 from colchis.components.weights.publish import read_manifest
 
@@ -68,6 +71,8 @@ def train(stage: Stage, iteration: int) -> None:
             model=stage.record.model,
             step=result.optimiser_steps,
         )
+        if stage.config.reload.delta == "auto" and result.kind == "full":
+            manifest = _with_delta(stage, attempt, manifest, model, [path for _, path in weights], folder / "delta")
         attempt.put(MANIFEST, manifest.to_bytes())
         commit = attempt.commit(
             outputs={
@@ -91,6 +96,30 @@ def train(stage: Stage, iteration: int) -> None:
         )
     headline = {name: round(result.metrics[name], 6) for name in ("loss", "grad_norm") if name in result.metrics}
     event(logger, "version committed", version=i + 1, kind=result.kind, attempt=commit.attempt, **headline)
+
+
+def _with_delta(
+    stage: Stage, attempt: Attempt, manifest: WeightsManifest, model: Path, new: Sequence[Path], out: Path
+) -> WeightsManifest:
+    """The manifest with the way from the version before, if that is shorter. `model`: where the trainer read that one."""
+    base = read_manifest(stage.store, stage.run, manifest.version - 1)
+    encoded = encode(
+        [model / file.name for file in base.files],
+        new,
+        out,
+        base_version=base.version,
+        version=manifest.version,
+        base_digest=base.weights_digest,
+        digest=manifest.weights_digest,
+    )
+    if encoded is None:
+        return manifest
+    share = encoded.bytes / encoded.full_bytes
+    event(logger, "delta", version=manifest.version, share=round(share, 4), seconds=round(encoded.seconds, 4))
+    delta = Delta(
+        base_version=base.version, base_digest=base.weights_digest, payload=attempt.upload("weights/delta", out)
+    )
+    return WeightsManifest.model_validate({**manifest.model_dump(), "delta": delta})
 
 
 def _batch(stage: Stage, commit: Commit) -> Batch:

@@ -186,6 +186,7 @@ def verify_published(store: Store, run: str, version: int) -> BoundaryRecord:
             store.verify(payload)
         except BadData as e:
             raise BadData(f"{Boundary.STORE.label}: {e.what}", where=e.where, hint=e.hint) from e
+    delta = manifest.delta.payload if manifest.delta else None
     return BoundaryRecord(
         boundary=Boundary.STORE,
         name="store",
@@ -199,6 +200,8 @@ def verify_published(store: Store, run: str, version: int) -> BoundaryRecord:
             "manifest": keys.weights_manifest(run, version),
             "objects": len(manifest.files),
             "bytes": manifest.file_bytes(),
+            "delta_bytes": delta.bytes if delta else None,
+            "delta_is_right": store.holds(delta) if delta else None,  # a damaged one makes agents fetch whole files
             "tensors": len(manifest.tensors),
             "weights_digest": manifest.weights_digest,
         },

@@ -39,8 +39,8 @@ BLOCK_BYTES = 8 << 20
 """Of a tensor, per block: what is compared, compressed and held in memory at once, a few times over."""
 SAMPLE_BYTES = 64 << 10
 SAMPLES = 64
-LARGEST_SHARE = 0.9
-"""Of the full files: a delta above it is not worth its time."""
+LARGEST_SHARE = 0.5
+"""Of the full files: a delta above it is not worth the time of the trainer's cores, which make it while others wait."""
 LEVEL = 1
 """Of zstd: higher ones gain a few per cent of the size for several times the time."""
 

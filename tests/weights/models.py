@@ -11,9 +11,11 @@ import numpy as np
 import safetensors
 from tokenizers import Tokenizer, models
 
+from colchis.components.records.weights import Delta, WeightsManifest, weights_digest
 from colchis.components.store import Store, keys
 from colchis.components.weights.architecture import expected_shapes
-from colchis.components.weights.manifest import build
+from colchis.components.weights.delta import encode
+from colchis.components.weights.manifest import build, describe
 from colchis.components.weights.publish import publish
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -109,19 +111,31 @@ def publish_version(
     kind: str = "full",
     run: str = RUN,
     name: str = "model.safetensors",
-) -> None:
-    """Upload a weights file as an attempt would, and publish it."""
+    base: Path | None = None,
+) -> WeightsManifest:
+    """Upload a weights file as an attempt would, and publish it; with the difference from the folder `base`, if given."""
     path = folder / name
-    payload = store.upload(keys.iteration_prefix(run, version) + "train/attempts/x/weights/" + name, path)
-    publish(
-        store,
-        build(
-            run=run,
-            version=version,
-            base_version=version - 1 if version else None,
-            kind="same" if kind == "same" else "full",
-            files=[(payload, path)],
-            model=model,
-            step=version,
-        ),
+    prefix = keys.iteration_prefix(run, version) + "train/attempts/x/weights/"
+    payload = store.upload(prefix + name, path)
+    manifest = build(
+        run=run,
+        version=version,
+        base_version=version - 1 if version else None,
+        kind="same" if kind == "same" else "full",
+        files=[(payload, path)],
+        model=model,
+        step=version,
     )
+    if base is not None:
+        manifest = with_delta(store, manifest, base / name, path, prefix + "delta")
+    return publish(store, manifest)
+
+
+def with_delta(store: Store, manifest: WeightsManifest, old: Path, new: Path, key: str) -> WeightsManifest:
+    """The manifest with the difference from the version before, uploaded."""
+    base_digest, file = weights_digest(describe([old])), new.with_name("delta")
+    versions = {"base_version": manifest.version - 1, "version": manifest.version}
+    assert encode([old], [new], file, base_digest=base_digest, digest=manifest.weights_digest, **versions) is not None
+    delta = Delta(base_version=manifest.version - 1, base_digest=base_digest, payload=store.upload(key, file))
+    file.unlink()
+    return WeightsManifest.model_validate({**manifest.model_dump(), "delta": delta})

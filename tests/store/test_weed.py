@@ -16,7 +16,7 @@ import pytest
 from colchis.components.errors import BadConfig, PeerUnavailable
 from colchis.components.store import Store, StoreSettings
 from colchis.workflows.local import weed as weed_module
-from colchis.workflows.local.weed import Weed
+from colchis.workflows.local.weed import SOCKETS, Weed
 
 PARENT = """
     import sys, threading
@@ -53,6 +53,16 @@ def test_data_survive_stop_and_kill(tmp_path: Path) -> None:
         assert StoreSettings.from_environment(weed.environment()) == weed.settings
     assert weed.pid is None
     weed.stop()
+
+
+def test_nothing_of_it_stays_in_tmp(tmp_path: Path) -> None:
+    """Fault: a socket per server and start, for ever; also when it is killed, the next start or stop removes them."""
+    weed = Weed(tmp_path)
+    weed.start()
+    port = weed.settings.endpoint.rpartition(":")[2]
+    assert list(SOCKETS.glob(f"seaweedfs-*-{port}.sock")), "weed keeps its sockets elsewhere: see SOCKETS"
+    weed.kill()
+    assert not list(SOCKETS.glob(f"seaweedfs-*-{port}.sock"))
 
 
 def test_ports_that_are_taken_are_drawn_again(tmp_path: Path) -> None:

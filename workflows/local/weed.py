@@ -13,9 +13,9 @@ import socket
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,6 +26,8 @@ from colchis.components.store import Store, StoreSettings
 _PORTS = ("master", "master.grpc", "volume", "volume.grpc", "filer", "filer.grpc", "s3", "s3.grpc", "admin")
 _ADMIN_GRPC_OFFSET = 10_000
 """The worker inside `weed mini` finds the admin server at this distance and nowhere else."""
+SOCKETS = Path("/tmp")
+"""Of weed's servers, one or two per port; the path is a constant there."""
 LOCK_S = 3.0
 """Longest wait for a data folder whose server was just killed."""
 
@@ -41,7 +43,7 @@ class Weed:
         self.folder, self.bucket, self.start_s = folder, bucket, start_s
         self.log = folder / "weed.log"
         self._process: subprocess.Popen[bytes] | None = None
-        self._sockets: Path | None = None
+        self._used: dict[str, int] = {}
         self._lock: int | None = None
 
     def start(self) -> StoreSettings:
@@ -62,8 +64,9 @@ class Weed:
                 access_key=credentials["access_key"],
                 secret_key=credentials["secret_key"],
             )
-            self._sockets = Path(tempfile.mkdtemp(prefix="colchis-weed-"))
-            self._process = _spawn(self._command(ports), self.log, self._sockets, self._lock)
+            self._used = ports
+            _remove_sockets(ports)  # of a start that was killed
+            self._process = _spawn(self._command(ports), self.log, self._scratch(), self._lock)
             self._wait_ready(self._process)
         except BaseException:
             self.stop()
@@ -88,9 +91,8 @@ class Weed:
                 self._process.kill()
                 self._process.wait()
             self._process = None
-        if self._sockets is not None:
-            shutil.rmtree(self._sockets, ignore_errors=True)
-            self._sockets = None
+        _remove_sockets(self._used)
+        self._used = {}
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -131,6 +133,13 @@ class Weed:
             **{_flag(name): port for name, port in ports.items()},
         }
         return [str(_binary()), "mini", *(f"-{name}={value}" for name, value in flags.items())]
+
+    def _scratch(self) -> Path:
+        """Where weed puts logs of its own, which only its authors read: one start's worth."""
+        folder = self.folder / "scratch"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        return folder
 
     def _credentials(self) -> dict[str, str]:
         path = self.folder / "identities.json"
@@ -216,7 +225,14 @@ def _lock(folder: Path) -> int:
     return descriptor
 
 
-def _spawn(command: list[str], log: Path, sockets: Path, lock: int) -> subprocess.Popen[bytes]:
+def _remove_sockets(ports: Mapping[str, int]) -> None:
+    """weed leaves them when it is killed, and no flag puts all of them elsewhere."""
+    for port in (*ports.values(), *(ports[name] + _ADMIN_GRPC_OFFSET for name in ports if name == "admin")):
+        for path in SOCKETS.glob(f"seaweedfs-*-{port}.sock"):
+            path.unlink(missing_ok=True)
+
+
+def _spawn(command: list[str], log: Path, scratch: Path, lock: int) -> subprocess.Popen[bytes]:
     """Start `command`, so that it is killed when this process ends, however it ends.
 
     Linux sends that signal when the *thread* that started the child ends. So a thread does it that waits for the
@@ -233,7 +249,7 @@ def _spawn(command: list[str], log: Path, sockets: Path, lock: int) -> subproces
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, "TMPDIR": str(sockets)},  # weed puts its unix sockets there
+                    env={**os.environ, "TMPDIR": str(scratch)},
                     pass_fds=(lock,),
                     start_new_session=True,  # Ctrl-C ends the stages first; the store stops last
                     preexec_fn=_die_with_parent(os.getpid()),

@@ -346,6 +346,6 @@ def test_parameters_that_change_while_they_are_written_are_noticed(
     ],
 )
 def test_schedules_against_a_table_made_by_hand(schedule: str, expected: list[float]) -> None:
-    trainer = {"learning_rate": 2.0, "warmup_iterations": 2, "schedule": schedule, "schedule_iterations": 6}
+    trainer = {"learning_rate": 0.5, "warmup_iterations": 2, "schedule": schedule, "schedule_iterations": 6}
     config = make_config(trainer=trainer).trainer
-    assert [learning_rate(config, i) / 2 for i in range(8)] == pytest.approx(expected, abs=1e-6)
+    assert [learning_rate(config, i) / 0.5 for i in range(8)] == pytest.approx(expected, abs=1e-6)

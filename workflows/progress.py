@@ -6,8 +6,9 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from colchis.components.errors import Bug
+from colchis.components.records.boundary import Boundary, BoundaryRecord
 from colchis.components.records.iteration import Evaluation, Summary
 from colchis.components.report import Status, find_evaluations, find_run, find_summary, render_report, status
 from colchis.components.store import Store
@@ -228,6 +230,45 @@ def table(summaries: Iterable[Summary]) -> Table:
     return result
 
 
+def boundary_table(records: Sequence[BoundaryRecord]) -> Table:
+    """A line per boundary that was passed: the slowest engine's time, how many engines, and what matters most of the proof."""
+    result = Table(box=None, pad_edge=False, show_header=False)
+    for _ in range(4):
+        result.add_column(no_wrap=True)
+    for _, group in groupby(records, key=lambda r: r.boundary):
+        of_boundary = list(group)
+        slowest = max(of_boundary, key=lambda r: r.seconds)
+        engines = sum(r.engine is not None for r in of_boundary)
+        result.add_row(
+            f"  {slowest.boundary.value} {slowest.name}",
+            f"{slowest.seconds:.3f}s",
+            _count(engines, "engine") if engines else "",
+            _proof(slowest),
+        )
+    return result
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _proof(record: BoundaryRecord) -> str:
+    proof = record.proof
+    match record.boundary:
+        case Boundary.STORE:
+            return f"{_count(proof['objects'], 'object')}, {proof['bytes'] / 1e6:.1f} MB, weights {proof['weights_digest'][:12]}"
+        case Boundary.TRANSFER:
+            return f"{proof['bytes'] / 1e6:.1f} MB, {proof['mb_per_s']:.0f} MB/s, {proof['retries']} retries"
+        case Boundary.BUFFER:
+            return f"{proof['tensors']} tensors read again"
+        case Boundary.LOAD:
+            against = "those of the commit" if proof["predicted"] else "the same at all engines"
+            return f"paused {1000 * proof['pause_s']:.0f} ms, {proof['checksums']} checksums: {against}"
+        case Boundary.CACHE:
+            gap = proof["max_gap"]
+            return f"{proof['cached_tokens']} tokens cached, gap {'-' if gap is None else f'{gap:.1e}'}"
+
+
 def describe_evaluation(e: Evaluation) -> str:
     text = f"v{e.version}: {100 * e.accuracy:.1f} % of {e.prompts} held-out prompts [{100 * e.low:.1f}, {100 * e.high:.1f}]"
     return f"{text}, {e.unscored} of them without a score" if e.unscored else text
@@ -252,6 +293,8 @@ def status_view(s: Status, rows: int = 10) -> Group:
         parts.append(table(s.summaries[-rows:]))
     if unscored := total_unscored(s.summaries[-rows:]):
         parts.append(Text.assemble(("without a score", "yellow"), f" {unscored} samples of these iterations"))
+    if s.boundaries:
+        parts += [Text(f"reload of v{s.boundaries[0].version}, boundary by boundary"), boundary_table(s.boundaries)]
     for alert in sorted({a for summary in s.summaries[-rows:] for a in summary.alerts}):
         parts.append(Text.assemble(("alert", "yellow"), f" {alert}"))
     if s.stop:

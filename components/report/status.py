@@ -6,9 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from colchis.components.errors import BadConfig, BadData
+from colchis.components.records.boundary import Boundary, BoundaryRecord, Passage
 from colchis.components.records.iteration import Evaluation, Summary
 from colchis.components.records.run import RunRecord, Serving, StopWish
 from colchis.components.store import StageKey, Store, find_commit, keys
+
+PASSED_IN = (Boundary.STORE, Boundary.TRANSFER, Boundary.BUFFER, Boundary.LOAD, Boundary.CACHE)
+"""The order in which boundaries can be observed, which is not that of their numbers (docs/reload.md)."""
 
 
 def find_run(store: Store, run: str) -> RunRecord | None:
@@ -33,6 +37,8 @@ class Status:
     summaries: list[Summary]
     evaluations: list[Evaluation]
     stop: StopWish | None
+    boundaries: list[BoundaryRecord]
+    """Of the last reload of the serving version, or of the one after it that is under way or failed: as they were passed."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -43,6 +49,7 @@ class Status:
             "stop": self.stop.model_dump(mode="json") if self.stop else None,
             "summaries": [s.model_dump(mode="json") for s in self.summaries],
             "evaluations": [e.model_dump(mode="json") for e in self.evaluations],
+            "boundaries": [b.model_dump(mode="json") for b in self.boundaries],
         }
 
 
@@ -59,6 +66,7 @@ def status(store: Store, run: str, last: int | None = None) -> Status:
         summaries=summaries,
         evaluations=find_evaluations(store, record, version),
         stop=find_stop(store, run),
+        boundaries=find_boundaries(store, run, version + 1) or find_boundaries(store, run, version),
     )
 
 
@@ -93,6 +101,17 @@ def find_evaluations(store: Store, record: RunRecord, version: int) -> list[Eval
     commits = [find_commit(store, StageKey(record.run, v, "evaluate")) for v in wanted]
     fields = Evaluation.model_fields
     return [Evaluation.model_validate({k: v for k, v in c.outputs.items() if k in fields}) for c in commits if c]
+
+
+def find_boundaries(store: Store, run: str, version: int) -> list[BoundaryRecord]:
+    """What the last reload of a version proved, in the order in which it was proven; a listing, so for people only."""
+    found = [key for key in store.list(keys.weights_prefix(run, version) + "reloads/") if key.endswith(".json")]
+    passages = [Passage.from_bytes(store.get(key).data, key) for key in found]
+    if not passages:
+        return []
+    last = max(passages, key=lambda p: max(r.started_at for r in p.records)).reload
+    records = [record for passage in passages if passage.reload == last for record in passage.records]
+    return sorted(records, key=lambda r: (PASSED_IN.index(r.boundary), r.engine or ""))
 
 
 def list_runs(store: Store) -> list[str]:

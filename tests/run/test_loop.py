@@ -44,6 +44,25 @@ def test_two_iterations_leave_every_record(finished: Project, opened: Store) -> 
     assert (finished.home / "runs" / "r" / "report.html").read_text().startswith("<!doctype html>")
 
 
+def test_status_shows_the_five_boundaries_of_the_last_reload(finished: Project) -> None:
+    """Fault: a reload that can be looked at only in the store."""
+    found = finished.status()["boundaries"]
+    assert [b["name"] for b in found] == [
+        "store",
+        *(n for n in ("transfer", "buffer", "load", "cache") for _ in range(2)),
+    ]
+    assert {b["version"] for b in found} == {2}
+    shown = finished.colchis("status", "r").stdout.splitlines()
+    start = next(i for i, line in enumerate(shown) if line.startswith("reload of v2"))
+    assert [line.split()[:2] for line in shown[start + 1 : start + 6]] == [
+        ["1", "store"],
+        ["3", "transfer"],
+        ["2", "buffer"],
+        ["4", "load"],
+        ["5", "cache"],
+    ]
+
+
 def test_running_again_does_nothing_and_a_longer_run_continues(finished: Project) -> None:
     """Fault: an iteration trained twice, or a run that cannot be extended."""
     before = finished.digests()

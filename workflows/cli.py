@@ -322,12 +322,14 @@ def upload(path: Path) -> None:
 @click.option("--check", is_flag=True, help="Change nothing; fail when the files differ from the code.")
 @example("colchis reference")
 def reference(check: bool) -> None:
-    """Write docs/configuration.md and docs/configuration.schema.json from the code."""
+    """Write docs/configuration.md, docs/configuration.schema.json and docs/agent.md from the code."""
     from colchis.components.config.reference import json_schema, markdown
+    from colchis.components.weights.reference import markdown as agent_markdown
     from colchis.workflows.render import REPOSITORY
 
     files = {
         REPOSITORY / "docs" / "configuration.md": markdown(),
+        REPOSITORY / "docs" / "agent.md": agent_markdown(),
         REPOSITORY / "docs" / "configuration.schema.json": json.dumps(json_schema(), indent=1) + "\n",
     }
     for path, text in files.items():

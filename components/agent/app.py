@@ -15,6 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+import colchis
 from colchis.components.agent.agent import Agent, AgentSettings
 from colchis.components.agent.refill import Refill
 from colchis.components.errors import BadConfig, ColchisError
@@ -68,7 +69,7 @@ class Metrics:
 
 def build_app(agent: Agent, token: str) -> FastAPI:
     """The application over one agent. Its routes are plain functions: they run in threads and may block."""
-    app = FastAPI(title="Colchis agent", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="Colchis agent", version=colchis.__version__, docs_url=None, redoc_url=None)
     expected = f"Bearer {token}".encode()
     metrics = Metrics(agent)
 

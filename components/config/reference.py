@@ -49,11 +49,12 @@ def markdown() -> str:
             if len(models) > 1:
                 lines.append(f"\n### {name}, kind `{get_args(model.model_fields['kind'].annotation)[0]}`\n")
             lines.append(f"{_text(model.__doc__)}\n")
-            lines += _table(model)
+            lines += field_table(model)
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _table(model: type[BaseModel]) -> Iterator[str]:
+def field_table(model: type[BaseModel]) -> Iterator[str]:
+    """The fields of a model as lines of a Markdown table."""
     yield "| field | type | default | meaning |"
     yield "|---|---|---|---|"
     for name, field in model.model_fields.items():

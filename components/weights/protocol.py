@@ -33,7 +33,7 @@ ERROR_OF = {kind.__name__: kind for kind in STATUS_OF}
 class Message(BaseModel):
     """Base of all messages: unknown fields are refused on both sides, so a newer peer is noticed."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class EngineState(StrEnum):

@@ -32,6 +32,7 @@ from colchis.components.weights import (
 )
 from colchis.components.weights.checksums import predict
 from colchis.components.weights.protocol import EngineState, Probe, Verify
+from colchis.components.weights.reference import OPEN_ROUTES, ROUTES
 from colchis.workflows.local.weed import Weed
 from tests.agent.conftest import DEADLINE_S, TOKEN, AgentProcess, EngineProcess, Versions
 from tests.weights.models import arrays_of, config_of, publish_version, write_weights
@@ -175,12 +176,17 @@ def test_only_the_token_opens(versions: Versions, agent: AgentProcess) -> None:
     for method, path in [("GET", "/status"), *(("POST", f"/{p}") for p in ("prepare", "verify", "activate", "probe"))]:
         for headers in ({}, {"Authorization": "Bearer wrong"}):
             assert httpx.request(method, agent.url + path, headers=headers, json={}).status_code == 401
-    assert httpx.get(agent.url + "/docs").status_code == 401
+    assert httpx.get(agent.url + "/openapi.json").status_code == 401
     assert httpx.get(agent.url + "/live").status_code == 200
     assert b"colchis_agent_ready" in httpx.get(agent.url + "/metrics").content
     headers = {"Authorization": f"Bearer {TOKEN}"}
     answer = httpx.post(agent.url + "/activate", headers=headers, json={"version": -1, "extra": 1})
     assert (answer.status_code, answer.json()["error"]) == (409, "BadConfig")
+    document = httpx.get(agent.url + "/openapi.json", headers=headers).json()
+    described = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
+    assert described == {(r[0], r[1]) for r in ROUTES} | {("GET", r[0]) for r in OPEN_ROUTES}, (
+        "docs/agent.md has others"
+    )
 
 
 def test_bad_versions_are_refused_while_the_old_one_serves(

@@ -41,6 +41,8 @@ SAMPLE_BYTES = 64 << 10
 SAMPLES = 64
 LARGEST_SHARE = 0.5
 """Of the full files: a delta above it is not worth the time of the trainer's cores, which make it while others wait."""
+SPARSE_SHARE = 0.25
+"""Of the elements of a block: with fewer changed ones, naming them is smaller than XOR of all."""
 LEVEL = 1
 """Of zstd: higher ones gain a few per cent of the size for several times the time."""
 
@@ -73,6 +75,8 @@ class Block(Record):
     """In the delta file."""
     changed: int = Field(ge=0)
     """Elements that differ."""
+    gap_bytes: Literal[0, 1, 2, 4] = 0
+    """Width of a distance between two of them; 0 where none is written."""
 
 
 class TensorDelta(Record):
@@ -285,19 +289,22 @@ def _cuts(span: TensorSpan) -> Iterator[tuple[int, int]]:
 
 
 def _encode_block(old: _Bits, new: _Bits) -> tuple[Block, bytes]:
-    places = np.flatnonzero(old != new)
-    changed = len(places)
+    differs = old != new
+    changed = int(np.count_nonzero(differs))
     if not changed:
         return Block(encoding=Encoding.SAME, bytes=0, changed=0), b""
-    forms = [(Encoding.RAW, new.tobytes())]
-    sparse_bytes = changed * (4 + new.itemsize)
-    if sparse_bytes < new.nbytes:
-        gaps = np.diff(places, prepend=0).astype("<u4")
-        forms.append((Encoding.SPARSE, _squeeze(_planes(gaps) + _planes(old[places] ^ new[places]))))
-    if 4 * sparse_bytes > new.nbytes:
-        forms.append((Encoding.DENSE, _squeeze(_planes(old ^ new))))
-    encoding, data = min(forms, key=lambda form: len(form[1]))
-    return Block(encoding=encoding, bytes=len(data), changed=changed), data
+    if changed < SPARSE_SHARE * new.size:
+        places = np.flatnonzero(differs)
+        gaps = np.diff(places, prepend=0)
+        width: Any = next(bytes_ for bytes_ in (1, 2, 4) if gaps.max() < 1 << 8 * bytes_)
+        data = _squeeze(_planes(gaps.astype(_KINDS[width])) + _planes(old[places] ^ new[places]))
+        block = Block(encoding=Encoding.SPARSE, bytes=len(data), changed=changed, gap_bytes=width)
+    else:
+        data = _squeeze(_planes(old ^ new))
+        block = Block(encoding=Encoding.DENSE, bytes=len(data), changed=changed)
+    if len(data) < new.nbytes:
+        return block, data
+    return Block(encoding=Encoding.RAW, bytes=new.nbytes, changed=changed), new.tobytes()
 
 
 def _decode_block(block: Block, old: _Bits, data: bytes) -> _Bits:
@@ -314,14 +321,16 @@ def _decode_block(block: Block, old: _Bits, data: bytes) -> _Bits:
         case Encoding.DENSE:
             return old ^ _elements(_unsqueeze(data, old.nbytes), old.dtype)
         case Encoding.SPARSE:
-            if block.changed > old.size:
-                raise ValueError(f"{block.changed} changed elements of {old.size}")
-            plain = _unsqueeze(data, block.changed * (4 + old.itemsize))
-            places = np.cumsum(_elements(plain[: 4 * block.changed], np.dtype("<u4")), dtype=np.int64)
+            width = block.gap_bytes
+            if block.changed > old.size or not width:
+                raise ValueError(f"{block.changed} changed elements of {old.size}, {width} bytes apart")
+            plain = _unsqueeze(data, block.changed * (width + old.itemsize))
+            end = width * block.changed
+            places = np.cumsum(_elements(plain[:end], np.dtype(_KINDS[width])), dtype=np.int64)
             if block.changed and places[-1] >= old.size:
                 raise ValueError(f"an element {places[-1]} of {old.size}")
             new = old.copy()
-            new[places] ^= _elements(plain[4 * block.changed :], old.dtype)
+            new[places] ^= _elements(plain[end:], old.dtype)
             return new
 
 
@@ -332,7 +341,11 @@ def _planes(elements: _Bits) -> bytes:
 
 def _elements(planes: bytes, kind: np.dtype[Any]) -> _Bits:
     """Inverse of `_planes`."""
-    return np.frombuffer(planes, "u1").reshape(kind.itemsize, -1).T.copy().view(kind).reshape(-1)
+    parts = np.frombuffer(planes, "u1").reshape(kind.itemsize, -1)
+    together = np.empty(parts.size, "u1")
+    for i, part in enumerate(parts):
+        together[i :: kind.itemsize] = part
+    return together.view(kind)
 
 
 def _squeeze(data: bytes) -> bytes:

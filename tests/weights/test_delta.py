@@ -229,6 +229,8 @@ def lie(made: Change, **block: Any) -> None:
     [
         {"changed": 1 << 60},
         {"changed": 127},
+        {"gap_bytes": 0},
+        {"gap_bytes": 4},
         {"changed": 0},
         {"bytes": 1 << 60},
         {"bytes": 0},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from colchis.components.errors import BadConfig, BadData
@@ -37,7 +37,7 @@ class Status:
     summaries: list[Summary]
     evaluations: list[Evaluation]
     stop: StopWish | None
-    boundaries: list[BoundaryRecord]
+    boundaries: list[BoundaryRecord] = field(default_factory=list)
     """Of the last reload of the serving version, or of the one after it that is under way or failed: as they were passed."""
 
     def to_json(self) -> dict[str, Any]:

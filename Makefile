@@ -57,9 +57,9 @@ cluster-up: setup ## keep a test cluster: see tests/cluster/README.md
 cluster-down: setup ## end it
 	$(BIN)/python -m tests.cluster.harness down
 
-test-sglang: base ## the reload path against real SGLang on CPU (installs it the first time)
+test-sglang: base ## the contract of engines and the reload path, on real SGLang on a CPU (installs it the first time)
 	$(BIN)/python components/engine/sglang_cpu/environment.py
-	$(BIN)/pytest -q -m sglang tests/sglang
+	$(BIN)/pytest -q -m sglang tests/contract tests/sglang
 
 check: setup ## format, lint, types, import rules, rendered files
 	$(BIN)/ruff format --check .

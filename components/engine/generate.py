@@ -44,14 +44,14 @@ class GenerateBody(BaseModel):
     logprob_start_len: int | list[int] = -1
     top_logprobs_num: int | list[int] = 0
     token_ids_logprob: list[int] | list[list[int]] | None = None
+    extra_key: str | list[str] | None = None
+    cache_salt: str | list[str] | None = None
 
     return_text_in_logprobs: bool = False
     return_prompt_token_ids: bool = False
     log_metrics: bool = True
     no_logs: bool = False
     priority: int | None = None
-    extra_key: str | None = None
-    cache_salt: str | None = None
     custom_labels: dict[str, str] | None = None
 
 
@@ -101,6 +101,13 @@ def parse_generate(
     starts = _per_item(body.logprob_start_len, count, "logprob_start_len")
     tops = _per_item(body.top_logprobs_num, count, "top_logprobs_num")
     chosen: list[Any] = body.token_ids_logprob or []
+    namespaces = list(
+        zip(
+            _per_item(body.extra_key or "", count, "extra_key"),
+            _per_item(body.cache_salt or "", count, "cache_salt"),
+            strict=True,
+        )
+    )
     nested = bool(chosen) and isinstance(chosen[0], list)
     chosen_per_item = _per_item(chosen, count, "token_ids_logprob") if nested else [chosen] * count
     rids = body.rid if isinstance(body.rid, list) else [body.rid or _new_id()]
@@ -127,6 +134,7 @@ def parse_generate(
                     top_logprobs=tops[index] if with_logprobs else 0,
                     token_ids_logprob=chosen_per_item[index] if with_logprobs else [],
                     streamed=body.stream,
+                    namespace=namespaces[index],
                 )
             )
     return Generation(

@@ -21,22 +21,22 @@ class Counters:
         self.generation_tokens = counter("generation_tokens", "Tokens drawn")
         self.requests = counter("num_requests", "Finished /generate requests")
         self.aborted = counter("num_aborted_requests", "Samples that ended as abort")
-        self.retracted = counter("num_retracted_reqs", "Samples put back in the queue with their tokens")
+        self.retracted = counter("num_retracted_requests", "Samples put back in the queue with their tokens")
         self.latency = histogram("e2e_request_latency_seconds", "From arrival of a sample to its last token")
         self.first_token = histogram("time_to_first_token_seconds", "From arrival of a sample to its first token")
         self.weight_loads = counter("weight_loads", "Weight updates by result", ("result",))
-        self.weight_load_seconds = histogram(
-            "weight_load_duration_seconds", "From the update request to serving the new weights", ("source",)
+        self.weight_load_seconds = gauge(
+            "weight_load_duration_seconds", "Of the last update, from the request to serving", ("source",)
         )
 
     def _counter(self, name: str, help_text: str, labels: tuple[str, ...] = ()) -> Counter:
         return Counter(f"sglang:{name}", help_text, labels, registry=self.registry)
 
-    def _gauge(self, name: str, help_text: str) -> Gauge:
-        return Gauge(f"sglang:{name}", help_text, registry=self.registry)
+    def _gauge(self, name: str, help_text: str, labels: tuple[str, ...] = ()) -> Gauge:
+        return Gauge(f"sglang:{name}", help_text, labels, registry=self.registry)
 
-    def _histogram(self, name: str, help_text: str, labels: tuple[str, ...] = ()) -> Histogram:
-        return Histogram(f"sglang:{name}", help_text, labels, registry=self.registry, buckets=SECONDS)
+    def _histogram(self, name: str, help_text: str) -> Histogram:
+        return Histogram(f"sglang:{name}", help_text, registry=self.registry, buckets=SECONDS)
 
     def exposition(self) -> bytes:
         """The text format of a scrape."""

@@ -6,11 +6,12 @@ from collections import OrderedDict
 
 from colchis.components.engine.decoder import Prefix
 
-Key = tuple[int, ...]
+Key = tuple[tuple[str, str], tuple[int, ...]]
+"""The namespace of a sample, and the ids that are computed."""
 
 
 class PrefixCache:
-    """Whole prompts by their ids, least recently used out first, at most `budget_tokens` prompt tokens together."""
+    """Whole prompts by namespace and ids, least recently used out first, at most `budget_tokens` prompt tokens together."""
 
     def __init__(self, budget_tokens: int) -> None:
         self.budget_tokens = budget_tokens

@@ -34,6 +34,8 @@ class Sample:
     top_logprobs: int = 0
     token_ids_logprob: list[int] = field(default_factory=list)
     streamed: bool = False
+    namespace: tuple[str, str] = ("", "")
+    """extra_key and cache_salt: computed prompts are shared only between samples that have the same."""
     order: int = 0
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

@@ -286,7 +286,8 @@ class Scheduler:
         A retracted sample's own tokens belong to it; in deterministic mode they are replayed one by one instead, since
         a prefill and a step may round differently.
         """
-        return tuple(sample.prompt) if self._replays else (*sample.prompt, *sample.output_ids)
+        ids = tuple(sample.prompt) if self._replays else (*sample.prompt, *sample.output_ids)
+        return sample.namespace, ids
 
     def _admissible(self) -> list[Sample]:
         """Takes from the queue, in order, what rows and cache can hold now."""
@@ -356,12 +357,12 @@ class Scheduler:
                 sample.cached_tokens = len(sample.prompt) if hit else 0
                 self.counters.prompt_tokens.inc(len(sample.prompt))
                 self.counters.cached_tokens.inc(sample.cached_tokens)
-        pending = sorted(missing, key=len)
+        pending = sorted(missing, key=lambda key: len(key[1]))
         while pending:
             batch = [pending.pop()]
-            while pending and (len(batch) + 1) * len(batch[0]) <= PREFILL_TOKENS:
+            while pending and (len(batch) + 1) * len(batch[0][1]) <= PREFILL_TOKENS:
                 batch.append(pending.pop())
-            for key, prefix in zip(batch, decoder.prefill(batch), strict=True):
+            for key, prefix in zip(batch, decoder.prefill([ids for _, ids in batch]), strict=True):
                 found[key] = prefix
                 self._prefixes.put(key, prefix)
         return found

@@ -163,7 +163,7 @@ class Engine:
                 self.scheduler.post(lambda: _discard(self.scheduler, None, "aborted by a weight update"))
             await self.in_scheduler(self.scheduler.call_when_idle(install))
         seconds = time.perf_counter() - started
-        self.counters.weight_load_seconds.labels("disk").observe(seconds)
+        self.counters.weight_load_seconds.labels("disk").set(seconds)
         log.info("weights from %s serve as version %s after %.3f s", folder, self.scheduler.weight_version, seconds)
         return f"Succeeded to update model weights from {folder} in {seconds:.3f} s."
 

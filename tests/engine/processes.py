@@ -74,7 +74,8 @@ def free_port() -> int:
         return port
 
 
-def _client(url: str) -> httpx.Client:
+def client_of(url: str) -> httpx.Client:
+    """Many requests at once, each with a minute."""
     return httpx.Client(base_url=url, timeout=60, limits=httpx.Limits(max_connections=200))
 
 
@@ -87,7 +88,7 @@ def spawn_engine(*arguments: str) -> EngineProcess:
         [sys.executable, "-m", "colchis.components.engine", "--port", str(port), *arguments], env=environment
     )
     url = f"http://127.0.0.1:{port}"
-    return EngineProcess(process, url, _client(url))
+    return EngineProcess(process, url, client_of(url))
 
 
 def run_engine(arguments: list[str]) -> None:
@@ -105,7 +106,7 @@ def fork_engine(*arguments: str) -> EngineProcess:
     process = context.Process(target=run_engine, args=(["--port", str(port), *arguments],), daemon=True)
     process.start()
     url = f"http://127.0.0.1:{port}"
-    return EngineProcess(process, url, _client(url))
+    return EngineProcess(process, url, client_of(url))
 
 
 def wait_until_up(engine: EngineProcess) -> EngineProcess:

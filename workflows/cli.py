@@ -279,6 +279,36 @@ def report(run: str, to: Path | None) -> None:
 
 @main.command()
 @RUN
+@click.option("--to", "folder", type=click.Path(path_type=Path), help="New folder. [default: RUN-vN]")
+@click.option("--version", type=click.IntRange(0), help="Of the weights. [default: the one that the engines serve]")
+@JSON
+@example("colchis export arithmetic --to my-model")
+def export(run: str, folder: Path | None, version: int | None, as_json: bool) -> None:
+    """Write a version as a Hugging Face model folder: what transformers, SGLang and others load.
+
+    Every byte is compared with the run's record on the way.
+    """
+    from colchis.components.report import find_serving, known_run
+    from colchis.components.weights.export import export as write_folder
+    from colchis.workflows.home import Home, open_store
+
+    with open_store(Home.find()) as store:
+        known_run(store, run)
+        if version is None:
+            serving = find_serving(store, run)
+            version = serving.version if serving else 0
+        to = folder or Path(f"{run}-v{version}")
+        manifest = write_folder(
+            store, run, version, to, on_file=lambda p: click.echo(f"{p.name}: {p.bytes / 1e6:.1f} MB", err=True)
+        )
+    if as_json:
+        click.echo(json.dumps({"folder": str(to), "version": version, "weights_digest": manifest.weights_digest}))
+    else:
+        click.echo(f"{to}: version {version} of run {run}, weights {manifest.weights_digest[:12]}")
+
+
+@main.command()
+@RUN
 @click.option("--reason", default="asked for", show_default=True)
 @example('colchis stop arithmetic --reason "reward is flat"')
 def stop(run: str, reason: str) -> None:

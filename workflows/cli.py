@@ -281,15 +281,17 @@ def report(run: str, to: Path | None) -> None:
 @RUN
 @click.option("--to", "folder", type=click.Path(path_type=Path), help="New folder. [default: RUN-vN]")
 @click.option("--version", type=click.IntRange(0), help="Of the weights. [default: the one that the engines serve]")
+@click.option("--adapter", is_flag=True, help="The adapter alone, of a run with trainer.lora_rank above 0.")
 @JSON
 @example("colchis export arithmetic --to my-model")
-def export(run: str, folder: Path | None, version: int | None, as_json: bool) -> None:
+def export(run: str, folder: Path | None, version: int | None, adapter: bool, as_json: bool) -> None:
     """Write a version as a Hugging Face model folder: what transformers, SGLang and others load.
 
     Every byte is compared with the run's record on the way.
     """
     from colchis.components.report import find_serving, known_run
-    from colchis.components.weights.export import export as write_folder
+    from colchis.components.weights.export import export as export_model
+    from colchis.components.weights.export import export_adapter
     from colchis.workflows.home import Home, open_store
 
     with open_store(Home.find()) as store:
@@ -298,6 +300,7 @@ def export(run: str, folder: Path | None, version: int | None, as_json: bool) ->
             serving = find_serving(store, run)
             version = serving.version if serving else 0
         to = folder or Path(f"{run}-v{version}")
+        write_folder = export_adapter if adapter else export_model
         manifest = write_folder(
             store, run, version, to, on_file=lambda p: click.echo(f"{p.name}: {p.bytes / 1e6:.1f} MB", err=True)
         )

@@ -275,6 +275,18 @@ class TrainerConfig(Section):
     steps: int = identity(1, ge=1, le=64)
     """Optimiser steps per iteration: the batch's samples are split into this many parts by group."""
 
+    lora_rank: int = identity(0, ge=0, le=1024)
+    """Train low-rank adapters of this rank beside frozen weights; 0: train all weights. Engines get the merged model; the
+    optimiser's state shrinks to that of the adapters."""
+
+    lora_alpha: float = identity(16.0, gt=0)
+    """Adapters are scaled by `lora_alpha / lora_rank`."""
+
+    lora_targets: tuple[str, ...] = identity(
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
+    )
+    """Linear layers that get an adapter, by the last part of their names."""
+
     ranks: int = Field(1, ge=1)
     """Training processes. More than one is not built yet."""
 

@@ -41,7 +41,7 @@ def train(stage: Stage, iteration: int) -> None:
     admission, batch_commit, skip = stage.admitted(i), stage.read(i, "batch"), stage.find(i, "skip")
     before = stage.read(i - 1, "train") if i > 0 else None
     with scratch() as folder:
-        reference = stage.config.algorithm.kl_coefficient > 0
+        needs_base = stage.config.algorithm.kl_coefficient > 0 or stage.config.trainer.lora_rank > 0
         batch = _batch(stage, batch_commit) if skip is None else empty_batch(stage, i)
         model = _model_folder(stage, i, folder / "model")
         state = _state_folder(stage, before, folder / "state") if before else None
@@ -52,7 +52,7 @@ def train(stage: Stage, iteration: int) -> None:
             batch=batch,
             model_folder=model,
             state_folder=state,
-            reference_folder=_model_folder(stage, 0, folder / "reference") if reference else None,
+            base_folder=None if not needs_base else model if i == 0 else _model_folder(stage, 0, folder / "base"),
             output=folder / "output",
         )
         trained_s = watch.seconds

@@ -18,6 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from colchis.components.errors import BadConfig, BadData
+from colchis.components.trainer.adapters import adapted_layers, is_adapter, merged
 from colchis.components.trainer.attention import IMPLEMENTATION
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -156,7 +157,16 @@ def part_of(full: Tensor, like: Tensor) -> Tensor:
 
 
 def whole_weights(model: nn.Module, *, dtype: torch.dtype) -> Mapping[str, Tensor]:
-    """The weights as engines get them: full tensors in `dtype`. A collective."""
-    return {
-        name: whole(local(p), p).to(dtype if p.is_floating_point() else p.dtype) for name, p in published(model).items()
-    }
+    """The weights as engines get them: full tensors in `dtype`, adapters merged. A collective."""
+    adapters = dict(adapted_layers(model))
+    weights: dict[str, Tensor] = {}
+    for name, p in published(model).items():
+        if is_adapter(name):
+            continue
+        full = whole(local(p), p)
+        layer, _, part = name.rpartition(".")
+        if part == "weight" and layer in adapters:
+            a, b = (whole(local(q.detach()), q.detach()) for q in (adapters[layer].lora_A, adapters[layer].lora_B))
+            full = merged(full, a, b, adapters[layer].scale)
+        weights[name] = full.to(dtype if p.is_floating_point() else p.dtype)
+    return weights

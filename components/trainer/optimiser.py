@@ -37,11 +37,12 @@ class Optimiser:
     """torch's AdamW on plain local tensors that share memory with the sharded model.
 
     AdamW is element-wise, so a shard is stepped like the whole; plain tensors spare DTensor's dispatch, which costs
-    more than the step itself on small models. Weight decay applies to all parameters.
+    more than the step itself on small models. Weight decay applies to all parameters that are trained: all of the model, or
+    its adapters.
     """
 
     def __init__(self, model: nn.Module, config: TrainerConfig) -> None:
-        self.parameters = dict(model.named_parameters())
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.masters = {name: nn.Parameter(local(p.detach())) for name, p in self.parameters.items()}
         self.max_grad_norm = config.max_grad_norm
         self.adamw = torch.optim.AdamW(

@@ -4,6 +4,7 @@ weights/model.safetensors   Hugging Face names, `model.dtype`
 state/state.json            version, optimiser steps, random state, fingerprint of the weights
 state/moments.safetensors   AdamW's exp_avg and exp_avg_sq, fp32
 state/masters.safetensors   fp32 weights, only when the published ones are rounded to bfloat16
+state/adapter/*             with adapters instead of masters: fp32, a folder that PEFT and SGLang read
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from torch import Tensor, nn
 
 from colchis.components.errors import BadConfig, BadData, Bug
 from colchis.components.store import Record
-from colchis.components.trainer.model import local, part_of, published, tensors_of, whole_weights
+from colchis.components.trainer.adapters import WEIGHTS, is_adapter, parameters_of, stored_name
+from colchis.components.trainer.model import local, part_of, published, tensors_of, whole, whole_weights
 from colchis.components.trainer.optimiser import Optimiser
 
 
@@ -81,13 +83,20 @@ def write_state(
     model: nn.Module, optimiser: Optimiser, folder: Path, *, version: int, weights: str, dtype: torch.dtype
 ) -> None:
     """The files of `state/`, by rank 0. `weights` is the fingerprint of the published ones. A collective."""
-    if dtype != torch.float32:
+    if adapter := _adapter(model):
+        _save({stored_name(name): whole(local(p), p) for name, p in adapter.items()}, folder / "adapter" / WEIGHTS)
+    elif dtype != torch.float32:
         _save(whole_weights(model, dtype=torch.float32), folder / "masters.safetensors")
     _save(optimiser.moments(), folder / "moments.safetensors")
     rng = base64.b64encode(_bytes(torch.get_rng_state()).tobytes()).decode()
     state = TrainerState(version=version, weights=weights, optimiser_steps=optimiser.steps, rng=rng)
     if dist.get_rank() == 0:
         (folder / "state.json").write_bytes(state.to_bytes())
+
+
+def _adapter(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters of the adapters by name, detached; none when the whole model is trained."""
+    return {name: p.detach() for name, p in model.named_parameters() if is_adapter(name)}
 
 
 def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -119,7 +128,12 @@ def read_state(
             where=str(path),
             hint="weights and state must come from one train commit",
         )
-    if dtype != torch.float32:
+    if adapter := _adapter(model):
+        file = folder / "adapter" / WEIGHTS
+        stored = parameters_of(dict(tensors_of(file)), adapter, where=str(file))
+        for name, target in adapter.items():
+            local(target).copy_(part_of(stored[name], target))
+    elif dtype != torch.float32:
         _read_masters(model, folder / "masters.safetensors")
     moments = dict(tensors_of(folder / "moments.safetensors"))
     optimiser.restore(moments, steps=state.optimiser_steps)

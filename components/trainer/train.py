@@ -16,6 +16,7 @@ from colchis.components.config import RunConfig
 from colchis.components.errors import BadConfig, BadData
 from colchis.components.records.batch import Batch
 from colchis.components.store import Record
+from colchis.components.trainer.adapters import attach, without_adapters, write_config
 from colchis.components.trainer.micro_batches import MicroBatch, micro_batches_of, with_old, with_reference
 from colchis.components.trainer.model import DTYPES, file_dtype, load_model, shard, whole_weights
 from colchis.components.trainer.optimiser import Optimiser, learning_rate
@@ -56,27 +57,27 @@ def train_iteration(
     batch: Batch,
     model_folder: Path,
     state_folder: Path | None,
-    reference_folder: Path | None,
+    base_folder: Path | None,
     output: Path,
 ) -> TrainResult:
     """Train v_iteration on `batch` and write v_(iteration+1) into `output`: `weights/model.safetensors`, `state/*`,
     `metrics.json`.
 
     `model_folder`: config.json and the weights of v_iteration. `state_folder`: the `state/` of the train commit that
-    made them; None at iteration 0 only. `reference_folder`: the frozen reference, needed when
-    `algorithm.kl_coefficient` is above 0. An empty batch makes no step and the same weights again.
+    made them; None at iteration 0 only. `base_folder`: v0, which is the frozen reference and what adapters are trained
+    beside; needed when `algorithm.kl_coefficient` or `trainer.lora_rank` is above 0. An empty batch makes no step and the
+    same weights again.
 
     BadData, without any file written, when a vote, a number or an input is wrong: its message names rank, sample or
     tensor. Every rank of the process group calls this; rank 0 writes.
     """
-    _check_inputs(config, iteration, batch, state_folder, reference_folder)
+    _check_inputs(config, iteration, batch, state_folder, base_folder)
     clock = Clock()
     dtype = DTYPES[config.model.dtype]
     with process_group():
         with clock.measure("load"):
-            model = load_model(model_folder)
+            model, before = _policy(config, model_folder, base_folder)
             vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
-            before = fingerprint(whole_weights(model, dtype=file_dtype(model_folder)))
             shard(model, dtype=dtype)
             optimiser = Optimiser(model, config.trainer)
             if state_folder is None:
@@ -89,10 +90,9 @@ def train_iteration(
             temperature = config.rollout.temperature
             if len(plan) > 1:
                 plan = [with_old(model, part, temperature=temperature) for part in plan]
-            if reference_folder is not None and config.algorithm.kl_coefficient > 0:
-                reference = _frozen(reference_folder, dtype)
-                plan = [with_reference(reference, part, temperature=temperature) for part in plan]
-                del reference
+            if base_folder is not None and config.algorithm.kl_coefficient > 0:
+                with _reference(config, model, base_folder, dtype) as reference:
+                    plan = [with_reference(reference, part, temperature=temperature) for part in plan]
 
         with clock.measure("steps"):
             rate = learning_rate(config.trainer, iteration)
@@ -108,6 +108,8 @@ def train_iteration(
             write_state(
                 model, optimiser, output / "state", version=iteration + 1, weights=extraction.before, dtype=dtype
             )
+            if config.trainer.lora_rank and dist.get_rank() == 0:
+                write_config(output / "state" / "adapter", config.trainer)
         with clock.measure("probe"):
             tokens = probe_tokens(batch, vocabulary=vocabulary)
             probe = Probe(token_ids=tokens, logprobs=sequence_logprobs(model, tokens))
@@ -130,7 +132,7 @@ def train_iteration(
 
 
 def _check_inputs(
-    config: RunConfig, iteration: int, batch: Batch, state_folder: Path | None, reference_folder: Path | None
+    config: RunConfig, iteration: int, batch: Batch, state_folder: Path | None, base_folder: Path | None
 ) -> None:
     d = batch.denominators
     if d.iteration != iteration:
@@ -145,8 +147,10 @@ def _check_inputs(
             if iteration
             else "iteration 0 starts from the base model, but a trainer state was given"
         )
-    if config.algorithm.kl_coefficient > 0 and reference_folder is None:
+    if config.algorithm.kl_coefficient > 0 and base_folder is None:
         raise BadConfig("algorithm.kl_coefficient is above 0, but no reference model was given")
+    if config.trainer.lora_rank > 0 and base_folder is None:
+        raise BadConfig("trainer.lora_rank is above 0, but the model below the adapters was not given")
     if [step.step for step in d.steps] != sorted({sample.step for sample in batch.samples}):
         raise BadData(
             f"denominators.json lists the steps {[step.step for step in d.steps]}, "
@@ -162,10 +166,28 @@ def _micro_batches(batch: Batch, vocabulary: int) -> list[list[MicroBatch]]:
     ]
 
 
-def _frozen(folder: Path, dtype: torch.dtype) -> nn.Module:
-    reference = load_model(folder).requires_grad_(False)
+def _policy(config: RunConfig, model_folder: Path, base_folder: Path | None) -> tuple[nn.Module, str]:
+    """The model that is trained, and the fingerprint of the published weights that it stands for. Adapters get theirs
+    from the state."""
+    if not config.trainer.lora_rank or base_folder is None:
+        model = load_model(model_folder)
+        return model, fingerprint(whole_weights(model, dtype=file_dtype(model_folder)))
+    before = fingerprint(whole_weights(load_model(model_folder), dtype=file_dtype(model_folder)))
+    model = load_model(base_folder)
+    attach(model, config.trainer, seed=config.loop.seed)
+    return model, before
+
+
+@contextmanager
+def _reference(config: RunConfig, model: nn.Module, base_folder: Path, dtype: torch.dtype) -> Iterator[nn.Module]:
+    """The frozen reference: v0, which a model with adapters is without them."""
+    if config.trainer.lora_rank:
+        with without_adapters(model):
+            yield model
+        return
+    reference = load_model(base_folder).requires_grad_(False)
     shard(reference, dtype=dtype)
-    return reference
+    yield reference
 
 
 def _summary(steps: Sequence[StepMetrics], batch: Batch, seconds: dict[str, float]) -> dict[str, float]:

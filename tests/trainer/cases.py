@@ -97,7 +97,7 @@ def train_chain(config: RunConfig, base: Path, root: Path, iterations: Sequence[
             batch=make_batch(config, iteration=i),
             model_folder=model,
             state_folder=root / f"v{i}" / "state" if i else None,
-            reference_folder=base if config.algorithm.kl_coefficient else None,
+            base_folder=base if config.algorithm.kl_coefficient or config.trainer.lora_rank else None,
             output=output,
         )
         as_model(base, output)
@@ -150,7 +150,7 @@ def train_as_rank(
         batch=make_batch(config, scores=scores),
         model_folder=base,
         state_folder=None,
-        reference_folder=base,
+        base_folder=base,
         output=output,
     )
     dist.destroy_process_group()

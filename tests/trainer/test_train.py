@@ -41,7 +41,7 @@ def train(config: RunConfig, base: Path, output: Path, *, batch: Batch | None = 
         batch=batch or make_batch(config, model=base),
         model_folder=base,
         state_folder=None,
-        reference_folder=base,
+        base_folder=base,
         output=output,
     )
 
@@ -168,7 +168,7 @@ def test_an_empty_batch_passes_weights_and_state_on(base: Path, tmp_path: Path, 
         batch=empty,
         model_folder=tmp_path / "v1" / "model",
         state_folder=tmp_path / "v1" / "state",
-        reference_folder=None,
+        base_folder=None,
         output=tmp_path / "v2",
     )
     assert (result.version, result.kind, result.steps, result.optimiser_steps) == (2, "same", 0, 1)
@@ -260,7 +260,7 @@ class Trained:
             "batch": make_batch(self.config, iteration=1),
             "model_folder": self.root / "v1" / "model",
             "state_folder": self.root / "v1" / "state",
-            "reference_folder": None,
+            "base_folder": None,
             "output": self.root / "v2",
         }
         return train_iteration(self.config, **(arguments | changes))  # type: ignore[arg-type]
@@ -315,7 +315,7 @@ def test_a_reference_is_asked_for_when_the_loss_needs_it(base: Path, tmp_path: P
             batch=make_batch(config),
             model_folder=base,
             state_folder=None,
-            reference_folder=None,
+            base_folder=None,
             output=tmp_path,
         )
 

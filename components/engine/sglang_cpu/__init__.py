@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from colchis.components.engine.sglang_cpu import environment
@@ -18,8 +19,10 @@ def launch_command(
     total_tokens: int = 16384,
     running_requests: int = 64,
     weight_version: str = "none",
+    more: Sequence[str] = (),
 ) -> list[str]:
     """Command line of a server on 127.0.0.1 that starts with the weights of `model`, under a label that is no version.
+    `more`: SGLang's own arguments.
 
     BadConfig when the environment has not been built: it takes minutes, so nobody builds it by accident.
     """
@@ -34,5 +37,5 @@ def launch_command(
         *(str(python), "-P", str(LAUNCHER), "--host", "127.0.0.1", "--port", str(port)),
         *("--model-path", str(model), "--dtype", dtype, "--weight-version", weight_version),
         *("--mem-fraction-static", "0.1", "--max-total-tokens", str(total_tokens)),
-        *("--max-running-requests", str(running_requests), "--enable-metrics"),
+        *("--max-running-requests", str(running_requests), "--enable-metrics", *more),
     ]

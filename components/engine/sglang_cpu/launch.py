@@ -2,7 +2,8 @@
 
 SGLang 0.5.23 has a CPU platform, but two modules that it imports need compiled kernels: `sgl_kernel` (only its
 speculative decoding calls them on a CPU) and, beside a CPU-only torch, two operators of torchvision. Both are declared
-here, and nothing of SGLang is changed. Arguments are SGLang's own, on top of the ones that a CPU needs (`CPU_ARGUMENTS`).
+here; where torch has no accelerator, memory is not pinned. Nothing of SGLang is changed. Arguments are SGLang's own, on
+top of the ones that a CPU needs (`CPU_ARGUMENTS`).
 
 Top-level code of this file runs in every process of the server: multiprocessing's spawn imports the main module again
 before it unpickles the child's work, which is why this is a plain script without imports of our own.
@@ -10,6 +11,7 @@ before it unpickles the child's work, which is why this is a plain script withou
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import types
@@ -62,7 +64,25 @@ def declare_torchvision_operators() -> Any:
     return library
 
 
+def forget_pinning() -> None:
+    """Pinned memory speeds up copies to an accelerator, and torch refuses to pin without one; SGLang's layers with adapters
+    ask for it on every machine. Without an accelerator plain memory is the same thing."""
+
+    def plain(make: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(make)
+        def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+            return make(*args, **kwargs)
+
+        return unpinned
+
+    for name in ("tensor", "empty", "zeros"):
+        setattr(torch, name, plain(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+
+
 declare_kernels()
+if not torch.cuda.is_available():
+    forget_pinning()
 _OPERATORS = declare_torchvision_operators() if torch.version.cuda is None else None  # schemas live as long as this
 
 

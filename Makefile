@@ -9,7 +9,7 @@ UV_VERSION := 0.13.9
 export OMP_NUM_THREADS = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup package demo base test test-slow test-cluster test-cluster-full test-cluster-image test-sglang cluster-up cluster-down check render requirements clean
+.PHONY: help setup package demo base test test-slow test-cluster test-cluster-full test-cluster-image test-cluster-sglang test-sglang cluster-up cluster-down check render requirements clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -43,13 +43,17 @@ test-slow: setup ## runs that are killed at every stage, and continued
 	$(BIN)/pytest -q -m "slow and not cluster" tests
 
 test-cluster: base ## conformance and a run on a real Kubernetes with Argo, started here (root; half an hour the first time)
-	$(BIN)/python -m tests.cluster.harness run $(BIN)/pytest -q -m "cluster and not slow" tests/cluster
+	$(BIN)/python -m tests.cluster.harness run $(BIN)/pytest -q -m "cluster and not slow and not sglang" tests/cluster
 
 test-cluster-full: base ## with every fault, two pools and sixty iterations (an hour)
-	$(BIN)/python -m tests.cluster.harness run $(BIN)/pytest -q -m cluster tests/cluster
+	$(BIN)/python -m tests.cluster.harness run $(BIN)/pytest -q -m "cluster and not sglang" tests/cluster
 
 test-cluster-image: base ## the same run, its stages from the image of images/stage (builds it; minutes)
 	COLCHIS_BUILT_STAGE=yes $(BIN)/python -m tests.cluster.harness run $(BIN)/pytest -q -m cluster tests/cluster/test_argo_submit.py
+
+test-cluster-sglang: base ## a run on real SGLang in a pod (installs SGLang the first time; minutes)
+	$(BIN)/python components/engine/sglang_cpu/environment.py
+	$(BIN)/python -m tests.cluster.harness run $(BIN)/pytest -q -m "cluster and sglang" tests/cluster
 
 cluster-up: setup ## keep a test cluster: see tests/cluster/README.md
 	$(BIN)/python -m tests.cluster.harness up

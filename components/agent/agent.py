@@ -20,6 +20,7 @@ from colchis.components.errors import BadConfig, BadData, ColchisError, PeerUnav
 from colchis.components.logs import event
 from colchis.components.records.run import Serving
 from colchis.components.store import Store, StoreSettings, keys
+from colchis.components.store.pools import run_of_pool
 from colchis.components.weights.deadline import Deadline
 from colchis.components.weights.fetch import TransferSummary
 from colchis.components.weights.protocol import (
@@ -45,6 +46,8 @@ NOT_READY_FRESH_S = 0.1
 STORE_DEADLINE_S = 3.0
 UNDO_S = 2.0
 REFILL_DEADLINE_S = 120.0
+JOIN_DEADLINE_S = 3600.0
+"""To fetch a whole version beside everything else; nobody waits for it."""
 PATIENCE_S = 30.0
 """For the first answer of an engine that is to be activated or probed: a busy machine is no dead engine."""
 
@@ -156,27 +159,32 @@ class Agent:
             return self._activate(request, deadline)
 
     def refill(self) -> Activated | None:
-        """Give a restarted engine back what it served, if its run still declares just that; None: nothing to do.
+        """Bring an engine that serves nothing what its run declares; None: nothing to do, or nobody declares anything.
 
-        It is an activation like any other, of the copy that is staged: same locks, same proofs. Raises as `activate`.
+        A restarted engine gets back what it lost. One that never had a version (a new pod in the place of one that is
+        gone, a replica more) fetches that of the run which holds its pool. Either is an activation like any other: same
+        locks, same proofs. Raises as `prepare` and `activate`.
         """
-        reachable = self.view().state is not EngineState.UNREACHABLE  # the look is what notices a restart
-        lost = self._lost
-        if lost is None or not reachable:
+        state, lost = self.view().state, self._lost  # the look is what notices a restart
+        if state is EngineState.UNREACHABLE or (lost is None and state is not EngineState.EMPTY):
             return None
-        manifest, deadline = lost.manifest, Deadline(REFILL_DEADLINE_S)
-        found = self._quick_store.find(keys.serving(manifest.run))
-        declared = None if found is None else Serving.from_bytes(found.data, keys.serving(manifest.run))
-        if declared is None or (declared.version, declared.weights_digest) != (
-            manifest.version,
-            manifest.weights_digest,
-        ):
-            return None  # a reload is to bring another version, or nobody says what is served
-        request = Activate(run=manifest.run, version=manifest.version, kind=manifest.kind, deadline_s=REFILL_DEADLINE_S)
-        with self._one_activation(deadline), self.staging.locked(request.run, request.version, deadline):
-            if self._lost is not lost:
+        declared = self._declared(lost.manifest.run if lost else self._run_of_pool())
+        if declared is None:
+            return None
+        if lost is None:
+            self.prepare(Prepare(run=declared.run, version=declared.version, deadline_s=JOIN_DEADLINE_S))
+        elif (declared.version, declared.weights_digest) != (lost.manifest.version, lost.manifest.weights_digest):
+            return None  # a reload is to bring another version
+        return self._fill(declared, lost)
+
+    def _fill(self, declared: Serving, lost: Staged | None) -> Activated | None:
+        deadline = Deadline(REFILL_DEADLINE_S)
+        with self._one_activation(deadline), self.staging.locked(declared.run, declared.version, deadline):
+            if self._lost is not lost or self._served is not None:
                 return None  # a reload came first
-            event(log, "the restarted engine is filled", run=request.run, version=request.version)
+            kind = self.staging.require(declared.run, declared.version).manifest.kind
+            request = Activate(run=declared.run, version=declared.version, kind=kind, deadline_s=REFILL_DEADLINE_S)
+            event(log, "the engine is filled", run=declared.run, version=declared.version, restarted=lost is not None)
             try:
                 proof = self._activate(request, deadline)
             except (BadData, BadConfig):
@@ -184,6 +192,13 @@ class Agent:
                 raise
             self._lost = None
             return proof
+
+    def _run_of_pool(self) -> str | None:
+        return run_of_pool(self._quick_store, self.settings.pool) if self.settings.pool else None
+
+    def _declared(self, run: str | None) -> Serving | None:
+        found = self._quick_store.find(keys.serving(run)) if run else None
+        return None if found is None or run is None else Serving.from_bytes(found.data, keys.serving(run))
 
     def _activate(self, request: Activate, deadline: Deadline) -> Activated:
         """Under the lock of the engine and that of the version."""
@@ -335,19 +350,15 @@ class Agent:
         """Why the version is not the one that the run declares, when the store says so."""
         manifest = served.staged.manifest
         try:
-            found = self._quick_store.find(keys.serving(manifest.run))
+            declared = self._declared(manifest.run)
         except (PeerUnavailable, BadConfig) as error:
             log.warning("readiness goes by the engine alone: %s", error)
             return None
-        if found is None:
-            return None
-        try:
-            declared = Serving.from_bytes(found.data, keys.serving(manifest.run)).version
         except BadData as error:
             return str(error)
-        if declared != manifest.version:
-            return f"serves v{manifest.version}, run '{manifest.run}' declares v{declared}"
-        return None
+        if declared is None or declared.version == manifest.version:
+            return None
+        return f"serves v{manifest.version}, run '{manifest.run}' declares v{declared.version}"
 
     def _adopt(self, facts: EngineFacts) -> None:
         """After a restart of the agent: believe the engine if its own tensors prove what the last agent wrote."""

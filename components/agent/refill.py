@@ -1,4 +1,4 @@
-"""An engine that was restarted gets back what it served, instead of standing idle until the next reload."""
+"""An engine that serves nothing gets what its run declares, instead of standing idle until the next reload."""
 
 from __future__ import annotations
 
@@ -39,4 +39,4 @@ class Refill:
                 wait_s = LOOK_S
             except (ColchisError, OSError) as error:  # a full disk passes, too; this thread must not end by it
                 wait_s = min(2 * wait_s, LONGEST_WAIT_S)
-                log.warning("the restarted engine is not filled yet, next try in %g s: %s", wait_s, error)
+                log.warning("the engine is not filled yet, next try in %g s: %s", wait_s, error)

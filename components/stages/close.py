@@ -11,8 +11,8 @@ from colchis.components.records.run import Outcome
 from colchis.components.report import find_run, render_report
 from colchis.components.stages.admit import open_iteration_of, stopped
 from colchis.components.stages.context import Stage, stage_command
-from colchis.components.stages.pool import pool_lease
 from colchis.components.store import keys
+from colchis.components.store.pools import pool_lease
 
 logger = logging.getLogger(__name__)
 

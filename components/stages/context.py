@@ -21,7 +21,6 @@ from colchis.components.records.iteration import Admission, Summary
 from colchis.components.records.rows import Rows
 from colchis.components.records.run import RunRecord, Serving
 from colchis.components.report import find_run, find_serving, find_summary
-from colchis.components.stages.pool import pool_lease
 from colchis.components.store import (
     Attempt,
     Commit,
@@ -35,6 +34,7 @@ from colchis.components.store import (
     read_commit,
     read_input,
 )
+from colchis.components.store.pools import pool_lease
 from colchis.components.weights.deadline import Deadline
 from colchis.components.weights.fetch import fetch_model_folder
 

@@ -18,7 +18,9 @@ from colchis.components.agent.agent import Agent, AgentSettings
 from colchis.components.errors import BadConfig, BadData, ColchisError, PeerUnavailable
 from colchis.components.records.run import Serving
 from colchis.components.store import Store, StoreSettings, keys
+from colchis.components.store.pools import pool_lease
 from colchis.components.weights.protocol import Activate, EngineState, Prepare
+from colchis.components.weights.publish import read_manifest
 from tests.agent.conftest import DEADLINE_S, AgentProcess, EngineProcess, Versions
 from tests.weights.models import RUN
 
@@ -192,6 +194,36 @@ def test_a_restarted_engine_is_not_filled_with_what_nobody_declares(
         inside.activate(Activate(run=RUN, version=0, kind="full", deadline_s=DEADLINE_S))
         assert inside.refill() is None
         assert engine.label() == "0"
+    finally:
+        inside.stop()
+        inside.close()
+
+
+def test_a_late_joiner_gets_what_the_run_of_its_pool_declares(
+    store: Store, versions: Versions, engine: EngineProcess, store_settings: StoreSettings, tmp_path: Path
+) -> None:
+    """Catches a new pod in the place of one that is gone, which stands idle until the next reload; one that serves what it
+    was started with; and one that joins a run that has let go of the pool, or holds another."""
+    engine.child.stop()
+    engine.start("--model-path", str(versions.folders[0]), "--weight-version", "1")
+    inside = Agent(AgentSettings(engine.url, "engine-0", tmp_path / "staging", pool="main"), store_settings)
+    digest = read_manifest(store, RUN, 1).weights_digest
+    try:
+        assert inside.refill() is None  # nobody holds the pool
+        pool_lease(store, "other", RUN).acquire()
+        declare(store, 1, digest)
+        assert inside.refill() is None
+        lease = pool_lease(store, "main", RUN)
+        lease.acquire()
+        lease.release()
+        assert inside.refill() is None
+        assert not inside.view().ready
+        lease.acquire()
+        joined = inside.refill()
+        assert joined is not None
+        assert (joined.version, joined.checksums_equal, joined.weights_digest) == (1, True, digest)
+        assert inside.view().ready
+        assert inside.refill() is None
     finally:
         inside.stop()
         inside.close()

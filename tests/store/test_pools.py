@@ -12,8 +12,8 @@ from colchis.components.errors import BadConfig
 from colchis.components.records.iteration import Summary
 from colchis.components.records.run import RunRecord, Serving
 from colchis.components.stages.context import Stage
-from colchis.components.stages.pool import pool_lease
 from colchis.components.store import Store, StoreSettings, keys
+from colchis.components.store.pools import pool_lease
 
 CONFIG = parse(
     {

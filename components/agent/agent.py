@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from colchis.components.agent.activation import Activation, ActivationFailed, Served
+from colchis.components.agent.cache import NodeCache
 from colchis.components.agent.engine import Engine, EngineFacts
 from colchis.components.agent.pause import PauseLease
 from colchis.components.agent.staging import Staged, Staging
@@ -66,6 +67,10 @@ class AgentSettings:
     engine_admin_key: str | None = None
     budget_bytes: int | None = None
     """Most bytes of staged versions; None: what the disk has."""
+    cache: Path | None = None
+    """A folder that all agents of this node share."""
+    cache_bytes: int | None = None
+    """Most bytes of the cache; None: the disk but a tenth."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,8 @@ class Agent:
         self.store = Store(store)
         self._quick_store = Store(store, deadline_s=STORE_DEADLINE_S)
         self.engine = Engine(settings.engine_url, key=settings.engine_key, admin_key=settings.engine_admin_key)
-        self.staging = Staging(settings.staging, budget_bytes=settings.budget_bytes)
+        cache = NodeCache(settings.cache, budget_bytes=settings.cache_bytes) if settings.cache else None
+        self.staging = Staging(settings.staging, budget_bytes=settings.budget_bytes, cache=cache)
         self.lease = PauseLease(self.engine, self.staging.folder)
         self._record = self.staging.folder / "served.json"
         self._engine_lock = threading.Lock()

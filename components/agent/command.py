@@ -20,6 +20,10 @@ from colchis.components.store import StoreSettings
 @click.option("--staging", type=click.Path(path_type=Path), required=True, help="Folder for versions, on local disk.")
 @click.option("--engine-staging", default=None, help="The staging folder as the engine sees it, if mounted elsewhere.")
 @click.option("--budget-bytes", type=int, default=None, help="Most bytes of staged versions; default: the disk.")
+@click.option(
+    "--cache", type=click.Path(path_type=Path), default=None, help="Folder that all agents of this node share."
+)
+@click.option("--cache-bytes", type=int, default=None, help="Most bytes of the cache; default: the disk but a tenth.")
 @click.option("--token-env", default="COLCHIS_AGENT_TOKEN", show_default=True, help="Variable with the bearer token.")
 @click.option("--pool", default=None, help="Pool that the engine belongs to.")
 def command(
@@ -30,6 +34,8 @@ def command(
     staging: Path,
     engine_staging: str | None,
     budget_bytes: int | None,
+    cache: Path | None,
+    cache_bytes: int | None,
     token_env: str,
     pool: str | None,
 ) -> None:
@@ -47,5 +53,7 @@ def command(
         engine_key=os.environ.get("COLCHIS_ENGINE_KEY"),
         engine_admin_key=os.environ.get("COLCHIS_ENGINE_ADMIN_KEY"),
         budget_bytes=budget_bytes,
+        cache=cache,
+        cache_bytes=cache_bytes,
     )
     serve(settings, StoreSettings.from_environment(), host=host, port=port, token=os.environ.get(token_env, ""))

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from colchis.components.agent.cache import NodeCache
 from colchis.components.errors import BadConfig, BadData, PeerUnavailable
 from colchis.components.records.weights import WeightsManifest
-from colchis.components.store import Store, Transfer, keys
+from colchis.components.store import Payload, Store, Transfer, keys
 from colchis.components.weights.checksums import Prediction, predict
 from colchis.components.weights.deadline import Deadline
 from colchis.components.weights.delta import apply
@@ -62,9 +63,10 @@ class Staged:
 class Staging:
     """The versions under one folder. Thread-safe: each version has a lock, which its writer and its readers take."""
 
-    def __init__(self, folder: Path, *, budget_bytes: int | None = None) -> None:
+    def __init__(self, folder: Path, *, budget_bytes: int | None = None, cache: NodeCache | None = None) -> None:
         self.folder = folder.absolute()
         self.budget_bytes = budget_bytes
+        self.cache = cache
         for part in ("versions", "inputs"):
             (self.folder / part).mkdir(parents=True, exist_ok=True)
         self._process_lock = _lock_process(self.folder / "agent.lock")
@@ -162,7 +164,7 @@ class Staging:
             for path in extra:
                 shutil.copyfile(path, filling / path.name)
             write_index(manifest, filling)
-            digest = verify_files(manifest, filling)
+            digest = self._verified(manifest, filling)
             (filling / "manifest.json").write_bytes(manifest.to_bytes())
             filling.rename(folder)  # no fsync: whoever takes a folder over reads every byte of it first
         except BaseException:
@@ -234,21 +236,35 @@ class Staging:
 
     def _fetch(self, store: Store, manifest: WeightsManifest, filling: Path, deadline: Deadline) -> list[Transfer]:
         """The files into `filling`: from the version before and what differs from it, where that is at hand; else whole."""
+
+        def download(payload: Payload, path: Path) -> Transfer:
+            if self.cache is None:
+                return store.download(payload, path)
+            return self.cache.download(store, payload, path, deadline)
+
         delta = manifest.delta
         base = self.find(manifest.run, delta.base_version) if delta else None
         if delta is None or base is None or base.digest != delta.base_digest:
-            return fetch_files(store, manifest, filling, deadline)
+            return fetch_files(manifest, filling, deadline, download)
         file = filling / "delta"
         try:
             deadline.check(f"fetch of the delta of weights v{manifest.version}", where=delta.payload.key)
-            transfer = store.download(delta.payload, file)
+            transfer = download(delta.payload, file)
             apply(file, [base.folder / f.name for f in base.manifest.files], filling, base_digest=base.digest)
         except BadData as damage:  # a longer way to the same bytes
             log.warning("weights v%d of run '%s' are fetched whole: %s", manifest.version, manifest.run, damage)
-            return fetch_files(store, manifest, filling, deadline)
+            return fetch_files(manifest, filling, deadline, download)
         finally:
             file.unlink(missing_ok=True)
         return [transfer]
+
+    def _verified(self, manifest: WeightsManifest, filling: Path) -> str:
+        try:
+            return verify_files(manifest, filling)
+        except BadData:
+            if self.cache is not None:
+                self.cache.forget(manifest.files)
+            raise
 
     def _borrow(self, manifest: WeightsManifest, filling: Path) -> None:
         """Link files that a staged version has under the same checksums: a version of kind `same` moves no byte."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from colchis.components.errors import BadData
 from colchis.components.records.weights import TensorEntry, WeightsManifest, weights_digest
-from colchis.components.store import Store, Transfer, keys, read_input
+from colchis.components.store import Payload, Store, Transfer, keys, read_input
 from colchis.components.weights.deadline import Deadline
 from colchis.components.weights.header import TensorSpan, read_header
 from colchis.components.weights.manifest import not_finite
@@ -19,12 +19,16 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgp
 """Files of a base model that hold weights or point to them: a version brings its own."""
 
 
-def fetch_files(store: Store, manifest: WeightsManifest, folder: Path, deadline: Deadline) -> list[Transfer]:
-    """Download a version's files into `folder`; sizes and checksums of the objects are verified on the way."""
+Download = Callable[[Payload, Path], Transfer]
+"""How one object gets to a path: from the store, or by way of a cache."""
+
+
+def fetch_files(manifest: WeightsManifest, folder: Path, deadline: Deadline, download: Download) -> list[Transfer]:
+    """A version's files into `folder`; sizes and checksums of the objects are verified on the way."""
     transfers = []
     for payload in manifest.files:
         deadline.check(f"fetch of weights v{manifest.version}", where=payload.key)
-        transfers.append(store.download(payload, folder / payload.name))
+        transfers.append(download(payload, folder / payload.name))
     return transfers
 
 

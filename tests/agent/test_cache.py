@@ -1,0 +1,123 @@
+"""One fetch for all agents of a node, and nothing believed that lies in the folder they share."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from colchis.components.agent.cache import NodeCache
+from colchis.components.agent.staging import Staging
+from colchis.components.errors import BadData, PeerUnavailable
+from colchis.components.store import Payload, Store, StoreSettings
+from colchis.components.weights.deadline import Deadline
+from colchis.components.weights.publish import read_manifest
+from tests.agent.conftest import Versions
+from tests.faults import Fault, FaultProxy
+from tests.weights.models import RUN
+
+
+@pytest.fixture
+def proxy(store_settings: StoreSettings) -> Iterator[FaultProxy]:
+    host, _, port = store_settings.endpoint.removeprefix("http://").partition(":")
+    with FaultProxy((host, int(port))) as running:
+        yield running
+
+
+@pytest.fixture
+def through(proxy: FaultProxy, store_settings: StoreSettings) -> Store:
+    """The store behind the proxy, which counts what crosses the network."""
+    return Store(replace(store_settings, endpoint=proxy.url), deadline_s=20.0)
+
+
+def uploaded(store: Store, folder: Path, name: str, content: bytes) -> Payload:
+    (folder / "source").write_bytes(content)
+    return store.upload(f"runs/r/{name}", folder / "source")
+
+
+def staged(folder: Path, cache: Path, store: Store, version: int = 1) -> Path:
+    """A version in the staging folder of one agent of the node."""
+    staging = Staging(folder, cache=NodeCache(cache))
+    try:
+        return staging.fill(store, RUN, version, set(), Deadline(30))[0].folder / "model.safetensors"
+    finally:
+        staging.close()
+
+
+def test_agents_of_a_node_fetch_an_object_once(
+    versions: Versions, through: Store, proxy: FaultProxy, tmp_path: Path
+) -> None:
+    """Catches a cache that is filled by each, one after the other or at the same time, and one that is a copy more."""
+    with ThreadPoolExecutor(3) as pool:
+        files = list(pool.map(lambda n: staged(tmp_path / f"agent-{n}", tmp_path / "cache", through), range(3)))
+    (payload,) = read_manifest(through, RUN, 1).files
+    assert proxy.count("GET", payload.key) == 1
+    assert len({file.read_bytes() for file in files}) == 1
+    assert len({file.stat().st_ino for file in files}) == 1
+    before = [file.stat().st_mtime_ns for file in files]
+    staged(tmp_path / "later", tmp_path / "cache", through)
+    assert [file.stat().st_mtime_ns for file in files] == before, "agents would read again what they had verified"
+
+
+def test_a_damaged_object_is_found_and_dropped(versions: Versions, store: Store, tmp_path: Path) -> None:
+    """Catches belief in a folder that others can write: the staged copy is read back, and the next try is a fetch."""
+    whole = staged(tmp_path / "one", tmp_path / "cache", store).read_bytes()
+    (entry,) = (p for p in (tmp_path / "cache").iterdir() if p.is_file() and p.read_bytes() == whole)
+    entry.chmod(0o644)
+    entry.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(BadData, match="other bytes than the manifest says"):
+        staged(tmp_path / "two", tmp_path / "cache", store)
+    assert staged(tmp_path / "two", tmp_path / "cache", store).read_bytes() == whole
+
+
+def test_a_fetch_that_broke_off_leaves_nothing_that_is_believed(
+    versions: Versions, through: Store, proxy: FaultProxy, tmp_path: Path
+) -> None:
+    """Catches half an object under its whole name, and parts that stay for ever."""
+    proxy.add(Fault("GET", "model.safetensors|/weights/", "truncate", times=10_000))
+    short = Store(through.settings, deadline_s=2.0)
+    with pytest.raises(PeerUnavailable):
+        staged(tmp_path / "one", tmp_path / "cache", short)
+    proxy.clear()
+    (tmp_path / "cache" / "xxh3-00.1.part").write_bytes(b"of an agent that was killed")
+    assert staged(tmp_path / "one", tmp_path / "cache", through).exists()
+    assert {p.suffix for p in (tmp_path / "cache").iterdir() if p.is_file()} <= {"", ".part"}
+
+
+def test_whoever_waits_for_another_agent_waits_for_its_own_deadline(
+    versions: Versions, store: Store, through: Store, proxy: FaultProxy, tmp_path: Path
+) -> None:
+    """Catches a slow peer that holds up every agent of its node."""
+    payload = uploaded(store, tmp_path, "x", b"x" * 1000)
+    proxy.add(Fault("GET", "runs/r/x", "delay", seconds=3.0, times=100))
+    cache = NodeCache(tmp_path / "cache")
+    slow = threading.Thread(target=lambda: cache.download(through, payload, tmp_path / "one", Deadline(30)))
+    slow.start()
+    while not proxy.seen:
+        pass
+    with pytest.raises(PeerUnavailable, match="another agent of this node"):
+        cache.download(store, payload, tmp_path / "two", Deadline(0.2))
+    slow.join()
+    assert cache.download(store, payload, tmp_path / "two", Deadline(5)).reused
+    assert (tmp_path / "two").read_bytes() == b"x" * 1000
+
+
+def test_the_least_used_objects_make_room(store: Store, tmp_path: Path) -> None:
+    """Catches a disk that fills up, and an object larger than the cache that stops a reload."""
+    payloads = [uploaded(store, tmp_path, f"object-{n}", bytes([n]) * 1000) for n in range(4)]
+    cache = NodeCache(tmp_path / "cache", budget_bytes=2500)
+    for n in (0, 1):
+        cache.download(store, payloads[n], tmp_path / str(n), Deadline(5))
+    assert cache.download(store, payloads[0], tmp_path / "again", Deadline(5)).reused
+    cache.download(store, payloads[2], tmp_path / "2", Deadline(5))
+    assert [cache.download(store, payloads[n], tmp_path / "x", Deadline(5)).reused for n in (0, 2)] == [True, True]
+    assert not cache.download(store, payloads[1], tmp_path / "x", Deadline(5)).reused
+    large = uploaded(store, tmp_path, "large-object", os.urandom(5000))
+    assert not cache.download(store, large, tmp_path / "large", Deadline(5)).reused
+    assert (tmp_path / "large").stat().st_size == 5000
+    assert (tmp_path / "0").read_bytes() == bytes([0]) * 1000, "what was linked stays when the cache lets go"

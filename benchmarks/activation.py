@@ -1,13 +1,14 @@
 """Pause of an activation through the agent against a bare load of the same weights by an idle engine, in one run.
 
-Two embedded engines: the first is activated by its agent, version after version, while somebody asks it for tokens; the
+Two engines of one kind: the first is activated by its agent, version after version, while somebody asks it for tokens; the
 second is idle and only told to load the same weights. Turns alternate, medians count.
 
 `bare`: seconds of /update_weights_from_disk. `agent`: the pause as the boundary record reports it. `observer`: the longest
 answer that a client of the first engine, one token a request, got while it was activated, less its usual answer. The pause
 holds more than the load: the order to pause, the flush, the engine's checksums of all its tensors, and three labels.
 
-Example: python benchmarks/activation.py --repeats 7 --json activation.json
+Examples: python benchmarks/activation.py --repeats 7 --json activation.json
+          python benchmarks/activation.py --engine sglang --size small
 """
 
 from __future__ import annotations
@@ -45,12 +46,16 @@ FACTOR, SLACK_S = 1.1, 0.05
 MAKE_MODELS = """
 import sys, torch
 from pathlib import Path
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForCausalLM
 folder, fields = Path(sys.argv[1]), __import__("json").loads(sys.argv[2])
 for version in (0, 1):
     torch.manual_seed(version)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
     model.save_pretrained(folder / f"v{version}")
+    words = {f"w{number}": number for number in range(100)}  # SGLang does not start without a tokenizer
+    Tokenizer(WordLevel(words, unk_token="w0")).save(str(folder / f"v{version}" / "tokenizer.json"))
 print(sum(p.numel() for p in model.parameters()))
 """
 SIZES: dict[str, dict[str, Any]] = {
@@ -160,7 +165,7 @@ def bare_load(client: httpx.Client, path: Path) -> float:
     return time.perf_counter() - started
 
 
-def measure(size: str, store: Store, folder: Path, repeats: int) -> Result:
+def measure(kind: str, size: str, store: Store, folder: Path, repeats: int) -> Result:
     fields = json.dumps({**SIZES[size], **COMMON})
     made = subprocess.run(
         [sys.executable, "-c", MAKE_MODELS, str(folder / "models"), fields], check=True, stdout=subprocess.PIPE
@@ -169,7 +174,14 @@ def measure(size: str, store: Store, folder: Path, repeats: int) -> Result:
     environment = store.settings.to_environment()
     bare, paused, observed, loads = list[float](), list[float](), list[float](), list[float]()
     with (
-        start_pool("bench", replicas=2, kind="embedded", folder=folder / "pool", store_environment=environment) as pool,
+        start_pool(
+            "bench",
+            replicas=2,
+            kind=kind,
+            folder=folder / "pool",
+            store_environment=environment,
+            model=folder / "models" / "v0",
+        ) as pool,
         httpx.Client(base_url=pool.engines[1].engine_url, timeout=DEADLINE_S) as idle,
     ):
         for version in (0, 1):  # both versions loaded once: no first time is measured
@@ -188,16 +200,17 @@ def measure(size: str, store: Store, folder: Path, repeats: int) -> Result:
 
 
 @click.command(help=__doc__)
+@click.option("--engine", "kind", type=click.Choice(["embedded", "sglang"]), default="embedded", show_default=True)
 @click.option("--size", "sizes", multiple=True, type=click.Choice(list(SIZES)), help="[default: all]")
 @click.option("--repeats", default=7, show_default=True, help="Activations and bare loads of each size.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the numbers to this file as well.")
-def main(sizes: tuple[str, ...], repeats: int, json_path: Path | None) -> None:
+def main(kind: str, sizes: tuple[str, ...], repeats: int, json_path: Path | None) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     results = []
     for size in sizes or tuple(SIZES):
         with tempfile.TemporaryDirectory() as name, Weed(Path(name) / "weed") as weed:
-            results.append(measure(size, Store(weed.settings), Path(name), repeats))
-    table = Table(title=f"medians of {repeats}, {os.cpu_count()} cores")
+            results.append(measure(kind, size, Store(weed.settings), Path(name), repeats))
+    table = Table(title=f"{kind} engine, medians of {repeats}, {os.cpu_count()} cores")
     for column in ("size", "parameters", "bare load s", "pause s", "observer s", "load s", "target s", "met"):
         table.add_column(column, justify="left" if column == "size" else "right")
     for r in results:

@@ -22,7 +22,15 @@ from rich.text import Text
 from colchis.components.errors import Bug
 from colchis.components.records.boundary import Boundary, BoundaryRecord
 from colchis.components.records.iteration import Evaluation, Summary
-from colchis.components.report import Status, find_evaluations, find_run, find_summary, render_report, status
+from colchis.components.report import (
+    Status,
+    find_evaluations,
+    find_outcome,
+    find_run,
+    find_summary,
+    render_report,
+    status,
+)
 from colchis.components.store import Store
 from colchis.workflows.home import Home
 from colchis.workflows.local.calls import Event, EventKind
@@ -314,11 +322,15 @@ def print_status(s: Status, *, console: Console | None = None, rows: int = 10) -
 
 
 def watch_status(store: Store, run: str, rows: int) -> None:
-    """Show a run's state as it changes, until its last iteration is closed, or Ctrl-C."""
+    """Show a run's state as it changes, until its last iteration is closed, the run has ended early, or Ctrl-C."""
     console = Console()
     found = status(store, run, rows)
     with Live(status_view(found, rows), console=console, auto_refresh=False) as live:
         while (found.serving.version if found.serving else 0) < found.record.config.loop.iterations:
             time.sleep(WATCH_S)  # a store tells nobody of changes
+            outcome = find_outcome(store, run)
             found = status(store, run, rows)
             live.update(status_view(found, rows), refresh=True)
+            if outcome is not None:
+                console.print(f"{outcome.workflow} ended as {outcome.status} at {outcome.at}; nothing goes on")
+                return

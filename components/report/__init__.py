@@ -4,6 +4,7 @@ from colchis.components.report.page import render_report
 from colchis.components.report.status import (
     Status,
     find_evaluations,
+    find_outcome,
     find_run,
     find_serving,
     find_stop,
@@ -16,6 +17,7 @@ from colchis.components.report.status import (
 __all__ = [
     "Status",
     "find_evaluations",
+    "find_outcome",
     "find_run",
     "find_serving",
     "find_stop",

@@ -8,8 +8,9 @@ from typing import Any
 from colchis.components.errors import BadConfig, BadData
 from colchis.components.records.boundary import Boundary, BoundaryRecord, Passage
 from colchis.components.records.iteration import Evaluation, Summary
-from colchis.components.records.run import RunRecord, Serving, StopWish
+from colchis.components.records.run import Outcome, RunRecord, Serving, StopWish
 from colchis.components.store import StageKey, Store, find_commit, keys
+from colchis.components.store.pools import run_of_pool
 
 PASSED_IN = (Boundary.STORE, Boundary.TRANSFER, Boundary.BUFFER, Boundary.LOAD, Boundary.CACHE)
 """The order in which boundaries can be observed, which is not that of their numbers (docs/reload.md)."""
@@ -118,6 +119,15 @@ def list_runs(store: Store) -> list[str]:
     """Names of all runs that have begun, also of those that lost their record."""
     marks = (keys.run_record, lambda run: keys.weights_manifest(run, 0))
     return [run for run in store.folders("runs/") if any(store.find(mark(run)) is not None for mark in marks)]
+
+
+def find_outcome(store: Store, run: str) -> Outcome | None:
+    """How the latest Workflow of the run ended; None while none has, or while a pool is held for the run."""
+    if any(run_of_pool(store, pool) == run for pool in store.folders("pools/")):
+        return None
+    names = store.list(f"{keys.run_prefix(run)}outcomes/")
+    outcomes = [Outcome.from_bytes(found.data, key) for key in names if (found := store.find(key)) is not None]
+    return max(outcomes, key=lambda outcome: outcome.at, default=None)
 
 
 def known_run(store: Store, run: str) -> RunRecord:

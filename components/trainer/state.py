@@ -1,6 +1,6 @@
 """What a train commit holds: the weights for the engines, and all that the next iteration needs to go on bitwise.
 
-weights/model.safetensors   Hugging Face names, `model.dtype`
+weights/model*.safetensors  Hugging Face names, `model.dtype`
 state/state.json            version, optimiser steps, random state, fingerprint of the weights
 state/moments.safetensors   AdamW's exp_avg and exp_avg_sq, fp32
 state/masters.safetensors   fp32 weights, only when the published ones are rounded to bfloat16
@@ -26,6 +26,9 @@ from colchis.components.store import Record
 from colchis.components.trainer.adapters import WEIGHTS, is_adapter, parameters_of, stored_name
 from colchis.components.trainer.model import local, part_of, published, tensors_of, whole, whole_weights
 from colchis.components.trainer.optimiser import Optimiser
+
+FILE_BYTES = 4 << 30
+"""Most bytes of one file of weights: objects that are fetched side by side, and again when one breaks off."""
 
 
 class TrainerState(Record):
@@ -64,19 +67,36 @@ def _bytes(tensor: Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def write_weights(model: nn.Module, folder: Path, *, dtype: torch.dtype) -> Extraction:
-    """`folder`/model.safetensors, by rank 0. A collective.
+def write_weights(model: nn.Module, folder: Path, *, dtype: torch.dtype, file_bytes: int = FILE_BYTES) -> Extraction:
+    """`folder`/model.safetensors, or model-00001-of-0000N.safetensors and so on when that would be more than `file_bytes`
+    (a tensor is never cut). By rank 0. A collective.
     BadData names a tensor that is not finite; Bug when a parameter changed while it was written."""
     weights = whole_weights(model, dtype=dtype)
     for name, tensor in weights.items():
         if not bool(torch.isfinite(tensor).all()):
             raise BadData(f"weight '{name}' is not finite after the step; nothing was published")
     before = fingerprint(weights)
-    _save(weights, folder / "model.safetensors")
+    files = _files(weights, file_bytes)
+    for number, names in enumerate(files, 1):
+        name = "model" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}"
+        _save({n: weights[n] for n in names}, folder / f"{name}.safetensors")
     after = fingerprint(whole_weights(model, dtype=dtype))
     if before != after:
         raise Bug("the parameters changed while they were written: a step ran during the extraction")
     return Extraction(before=before, after=after)
+
+
+def _files(weights: Mapping[str, Tensor], file_bytes: int) -> list[list[str]]:
+    """Names of tensors by file, in their order."""
+    files: list[list[str]] = [[]]
+    room = file_bytes
+    for name, tensor in weights.items():
+        if tensor.nbytes > room and files[-1]:
+            files.append([])
+            room = file_bytes
+        files[-1].append(name)
+        room -= tensor.nbytes
+    return files
 
 
 def write_state(

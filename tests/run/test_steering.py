@@ -78,6 +78,9 @@ def test_reached_target_ends_the_window_early(finished: Project, project: Projec
     done = project.run(*target, "--set", "loop.target_reward=0")
     assert done.returncode == 0, done.stdout
     assert len(project.digests()) == 1
+    watched = project.colchis("status", "r", "--watch")  # the rest of the iterations never comes
+    assert watched.returncode == 0, watched.stderr
+    assert "r-1 ended as Succeeded" in watched.stdout
     again = project.run("--set", "loop.iterations=2")
     assert again.returncode == 0, again.stdout
     assert project.digests() == finished.digests()[:2]

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from colchis.components.errors import BadConfig, BadData
+from colchis.components.records.weights import weights_digest
 from colchis.components.trainer.attention import document_runs
 from colchis.components.trainer.model import load_model, local, published, shard
-from tests.trainer.cases import change_weights, make_model, plain_loss_gradients, weights_of
+from colchis.components.trainer.state import write_weights
+from colchis.components.weights.manifest import describe
+from tests.trainer.cases import change_weights, equal_weights, make_model, plain_loss_gradients, weights_of
 
 DOCUMENTS = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10], [11, 12, 13], [14, 15, 16, 17], [18]]
 
@@ -153,3 +158,20 @@ def test_loading_draws_no_random_numbers(base: Path) -> None:
     before = torch.get_rng_state()
     load_model(base)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_weights_of_many_files_are_the_weights_of_one(base: Path, tmp_path: Path, alone: None) -> None:
+    """Catches a tensor that is cut, lost between two files or in both, and files that another loader does not find."""
+    model = load_model(base)
+    whole = write_weights(model, tmp_path / "one", dtype=torch.float32)
+    parts = write_weights(model, tmp_path / "many", dtype=torch.float32, file_bytes=10_000)
+    files = sorted((tmp_path / "many").iterdir())
+    assert len(files) > 3
+    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    assert all(f.stat().st_size < 12_000 or len(load_file(f)) == 1 for f in files)
+    assert whole == parts
+    manifests = [describe(sorted((tmp_path / name).iterdir())) for name in ("one", "many")]
+    assert weights_digest(manifests[0]) == weights_digest(manifests[1])
+    shutil.copy(base / "config.json", tmp_path / "many")
+    read = published(load_model(tmp_path / "many"))
+    assert equal_weights(read, published(model))

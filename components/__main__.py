@@ -68,15 +68,30 @@ def cli() -> None:
 class Terminated(SystemExit):
     """SIGTERM arrived: unwind, save what must survive, end with 143."""
 
+    code = 128 + signal.SIGTERM
+    came = False
+    """Whether it did. It may be raised inside somebody else's code, which makes another error of it."""
+
 
 def _on_term(signum: int, frame: FrameType | None) -> None:
-    raise Terminated(128 + signum)
+    Terminated.came = True
+    raise Terminated
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one stage; returns the exit code."""
+    """Run one stage; returns the exit code. After a SIGTERM whatever fails is an end by it: a pod that was taken away is
+    tried again, one that refused is not."""
     logs.set_up()
+    Terminated.came = False
     signal.signal(signal.SIGTERM, _on_term)
+    code = _run(argv)
+    if code and Terminated.came:
+        logging.getLogger("colchis").warning("terminated by SIGTERM")
+        return Terminated.code
+    return code
+
+
+def _run(argv: list[str] | None) -> int:
     try:
         cli.main(args=argv, prog_name="python -m colchis.components", standalone_mode=False)
     except click.ClickException as e:
@@ -85,11 +100,12 @@ def main(argv: list[str] | None = None) -> int:
     except click.Abort:
         return 130
     except ColchisError as e:
-        return _say(e)
-    except Terminated as e:
-        logging.getLogger("colchis").warning("terminated by SIGTERM")
-        return int(e.code or 143)
+        return Terminated.code if Terminated.came else _say(e)
+    except Terminated:
+        return Terminated.code
     except Exception as e:
+        if Terminated.came:
+            return Terminated.code
         if isinstance(e, OSError) and (refusal := refused_by_system(e, tempfile.gettempdir())) is not None:
             return _say(refusal)
         traceback.print_exc()

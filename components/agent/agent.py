@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -13,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from colchis.components.agent.activation import Activation, ActivationFailed, Served
+from colchis.components.agent.belief import Belief
 from colchis.components.agent.cache import NodeCache
-from colchis.components.agent.engine import Engine, EngineFacts
+from colchis.components.agent.engine import Engine
 from colchis.components.agent.pause import PauseLease
 from colchis.components.agent.staging import Staged, Staging
 from colchis.components.errors import BadConfig, BadData, ColchisError, PeerUnavailable, Temporary
@@ -100,15 +100,10 @@ class Agent:
         cache = NodeCache(settings.cache, budget_bytes=settings.cache_bytes) if settings.cache else None
         self.staging = Staging(settings.staging, budget_bytes=settings.budget_bytes, cache=cache)
         self.lease = PauseLease(self.engine, self.staging.folder)
-        self._record = self.staging.folder / "served.json"
+        self._belief = Belief(self.engine, self.staging)
         self._engine_lock = threading.Lock()
         self._activating = threading.Event()
         self.stopping = threading.Event()
-        self._served: Served | None = None
-        self._previous: Served | None = None
-        self._lost: Staged | None = None
-        """What a restart took from the engine; None once something else was asked for."""
-        self._failure: str | None = None
         self._view_lock = threading.Lock()
         self._view: tuple[float, View] | None = None
         for place in self.staging.crashed:
@@ -124,7 +119,7 @@ class Agent:
     def prepare(self, request: Prepare) -> Prepared:
         """Boundary 3: fetch a version and verify it as it lies on the disk. Idempotent."""
         deadline, started = Deadline(request.deadline_s), time.monotonic()
-        keep = {served.staged.place for served in (self._served, self._previous) if served}
+        keep = self._belief.places
         with self.staging.locked(request.run, request.version, deadline):
             staged, repeated = self.staging.fill(self.store, request.run, request.version, keep, deadline)
         summary = TransferSummary.of(staged.transfers)
@@ -161,7 +156,7 @@ class Agent:
         """Boundaries 4 and 5. The engine continues on every path; on a failure it is not ready, and says why."""
         deadline = Deadline(request.deadline_s)
         with self._one_activation(deadline), self.staging.locked(request.run, request.version, deadline):
-            self._lost = None
+            self._belief.lost = None
             return self._activate(request, deadline)
 
     def refill(self) -> Activated | None:
@@ -171,7 +166,7 @@ class Agent:
         gone, a replica more) fetches that of the run which holds its pool. Either is an activation like any other: same
         locks, same proofs. Raises as `prepare` and `activate`.
         """
-        state, lost = self.view().state, self._lost  # the look is what notices a restart
+        state, lost = self.view().state, self._belief.lost  # the look is what notices a restart
         if state is EngineState.UNREACHABLE or (lost is None and state is not EngineState.EMPTY):
             return None
         declared = self._declared(lost.manifest.run if lost else self._run_of_pool())
@@ -186,7 +181,7 @@ class Agent:
     def _fill(self, declared: Serving, lost: Staged | None) -> Activated | None:
         deadline = Deadline(REFILL_DEADLINE_S)
         with self._one_activation(deadline), self.staging.locked(declared.run, declared.version, deadline):
-            if self._lost is not lost or self._served is not None:
+            if self._belief.lost is not lost or self._belief.served is not None:
                 return None  # a reload came first
             kind = self.staging.require(declared.run, declared.version).manifest.kind
             request = Activate(run=declared.run, version=declared.version, kind=kind, deadline_s=REFILL_DEADLINE_S)
@@ -194,9 +189,9 @@ class Agent:
             try:
                 proof = self._activate(request, deadline)
             except (BadData, BadConfig):
-                self._lost = None  # another try would end alike: the next reload brings what is right
+                self._belief.lost = None  # another try would end alike: the next reload brings what is right
                 raise
-            self._lost = None
+            self._belief.lost = None
             return proof
 
     def _run_of_pool(self) -> str | None:
@@ -210,8 +205,8 @@ class Agent:
         """Under the lock of the engine and that of the version."""
         staged = self.staging.require(request.run, request.version)
         facts = self.engine.facts(min(PATIENCE_S, deadline.left_s()))
-        previous = self._served_by(facts)
-        if previous is not None and previous.staged == staged and self._failure is None:
+        previous = self._belief.check(facts)
+        if previous is not None and previous.staged == staged and self._belief.failure is None:
             return previous.proof.model_copy(update={"repeated": True})
         if not self.staging.unchanged(staged):
             self.staging.reread(staged)
@@ -222,21 +217,21 @@ class Agent:
             live_path=f"{self.settings.engine_staging or self.staging.folder}/{self.staging.live.name}",
             check_in=self._check_in,
         )
-        self._forget()
+        self._belief.forget()
         try:
             served = activation.run(staged, request, facts, previous, deadline)
         except ActivationFailed as failure:
-            self._failure = str(failure.error)
-            self._remember(failure.kept)
-            event(log, "activation failed", version=request.version, reason=self._failure)
+            self._belief.failure = str(failure.error)
+            self._belief.hold(failure.kept)
+            event(log, "activation failed", version=request.version, reason=self._belief.failure)
             raise failure.error from failure
         except ColchisError:
-            self._remember(previous)  # refused before the engine was touched
+            self._belief.hold(previous)  # refused before the engine was touched
             raise
-        self._failure = None
+        self._belief.failure = None
         if previous is not None and previous.staged.place != staged.place:
-            self._previous = previous
-        self._remember(served)
+            self._belief.previous = previous
+        self._belief.hold(served)
         event(log, "activated", run=request.run, version=request.version, pause_s=round(served.proof.pause_s, 4))
         return served.proof
 
@@ -244,7 +239,7 @@ class Agent:
         """Log-probabilities of given tokens from the engine itself, ready or not."""
         deadline, started = Deadline(request.deadline_s), time.monotonic()
         with self._exclusive(deadline):
-            served = self._served_by(self.engine.facts(min(PATIENCE_S, deadline.left_s())))
+            served = self._belief.check(self.engine.facts(min(PATIENCE_S, deadline.left_s())))
         if served is None:
             raise BadData("the engine serves no version that could be probed", hint="activate one first")
         served_ids = range(served.staged.vocabulary)
@@ -328,29 +323,16 @@ class Agent:
             if self.lease.is_open():
                 self.lease.end(Deadline(0))
             facts = self.engine.facts()
-            served = self._served_by(facts)
+            served = self._belief.check(facts)
         except ColchisError as error:
             return View(EngineState.UNREACHABLE, str(error))
         finally:
             self._engine_lock.release()
-        if self._failure is not None:
-            return View(EngineState.FAILED, self._failure, facts.start, served)
+        if self._belief.failure is not None:
+            return View(EngineState.FAILED, self._belief.failure, facts.start, served)
         if served is None:
             return View(EngineState.EMPTY, f"serves no version of ours (its label is '{facts.label}')", facts.start)
         return View(EngineState.SERVING, self._undeclared(served), facts.start, served)
-
-    def _served_by(self, facts: EngineFacts) -> Served | None:
-        """What this process of the engine was proven to serve. A restarted engine has lost it."""
-        if self._served is None and self._record.exists():
-            self._adopt(facts)
-        served = self._served
-        if served is not None and (facts.start != served.start or facts.label != str(served.staged.manifest.version)):
-            event(log, "the engine lost its version", label=facts.label, version=served.staged.manifest.version)
-            if facts.start != served.start:  # under a foreign label somebody else drives the engine
-                self._lost = served.staged
-            self._forget()
-            self._failure = None
-        return self._served
 
     def _undeclared(self, served: Served) -> str | None:
         """Why the version is not the one that the run declares, when the store says so."""
@@ -365,44 +347,6 @@ class Agent:
         if declared is None or declared.version == manifest.version:
             return None
         return f"serves v{manifest.version}, run '{manifest.run}' declares v{declared.version}"
-
-    def _adopt(self, facts: EngineFacts) -> None:
-        """After a restart of the agent: believe the engine if its own tensors prove what the last agent wrote."""
-        try:
-            record = json.loads(self._record.read_bytes())
-            proof = Activated.model_validate(record["proof"])
-            run, version = str(record["run"]), proof.version
-            with self.staging.locked(run, version, Deadline(0)):
-                staged = self.staging.require(run, version)
-            if record["start"] != facts.start:
-                self._lost = staged
-                raise BadData(f"the engine was restarted since v{version} was activated in it")
-            if facts.label != str(version):
-                raise BadData(f"the engine calls itself '{facts.label}', not v{version}")
-            if self.engine.checksums(STORE_DEADLINE_S).whole != proof.engine_checksum:
-                raise BadData(f"the engine's tensors are not those of v{version} any more")
-        except (ColchisError, OSError, ValueError, KeyError) as error:
-            log.warning("what the last agent served is not taken over: %s", error)
-            self._record.unlink(missing_ok=True)
-            return
-        self._served = Served(staged, facts.start, proof.engine_checksum, proof)
-
-    def _remember(self, served: Served | None) -> None:
-        self._served = served
-        if served is None:
-            return
-        record = {
-            "run": served.staged.manifest.run,
-            "start": served.start,
-            "proof": served.proof.model_dump(mode="json"),
-        }
-        written = self._record.with_suffix(".new")
-        written.write_text(json.dumps(record))
-        written.replace(self._record)
-
-    def _forget(self) -> None:
-        self._served = None
-        self._record.unlink(missing_ok=True)
 
     def _check_in(self) -> None:
         if self.stopping.is_set():

@@ -1,0 +1,95 @@
+"""What an agent believes its engine to serve, and the ground for it: a proof made for this very process of the engine."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+from colchis.components.agent.activation import Served
+from colchis.components.agent.engine import Engine, EngineFacts
+from colchis.components.agent.staging import Place, Staged, Staging
+from colchis.components.errors import BadData, ColchisError
+from colchis.components.logs import event
+from colchis.components.weights.deadline import Deadline
+from colchis.components.weights.protocol import Activated
+
+log = logging.getLogger(__name__)
+
+CHECKSUMS_DEADLINE_S = 3.0
+
+
+class Belief:
+    """Not thread-safe: whoever asks or changes it holds the engine's lock.
+
+    `served.json` in the staging folder is for the agent after this one, which believes it only if the engine's own
+    tensors agree.
+    """
+
+    def __init__(self, engine: Engine, staging: Staging) -> None:
+        self._engine, self._staging = engine, staging
+        self._record = staging.folder / "served.json"
+        self.served: Served | None = None
+        self.previous: Served | None = None
+        """What was served before it."""
+        self.lost: Staged | None = None
+        """What a restart took from the engine; None once something else was asked for."""
+        self.failure: str | None = None
+        """Why the last activation failed; None when it did not."""
+
+    @property
+    def places(self) -> set[Place]:
+        """Of the versions that must stay staged."""
+        return {served.staged.place for served in (self.served, self.previous) if served}
+
+    def check(self, facts: EngineFacts) -> Served | None:
+        """What this process of the engine was proven to serve. A restarted engine has lost it."""
+        if self.served is None and self._record.exists():
+            self._adopt(facts)
+        served = self.served
+        if served is not None and (facts.start != served.start or facts.label != str(served.staged.manifest.version)):
+            event(log, "the engine lost its version", label=facts.label, version=served.staged.manifest.version)
+            if facts.start != served.start:  # under a foreign label somebody else drives the engine
+                self.lost = served.staged
+            self.forget()
+            self.failure = None
+        return self.served
+
+    def hold(self, served: Served | None) -> None:
+        """Believe a proof from now on; with None nothing."""
+        self.served = served
+        if served is None:
+            return
+        record = {
+            "run": served.staged.manifest.run,
+            "start": served.start,
+            "proof": served.proof.model_dump(mode="json"),
+        }
+        written = self._record.with_suffix(".new")
+        written.write_text(json.dumps(record))
+        written.replace(self._record)
+
+    def forget(self) -> None:
+        """Believe nothing, and let no later agent do."""
+        self.served = None
+        self._record.unlink(missing_ok=True)
+
+    def _adopt(self, facts: EngineFacts) -> None:
+        """After a restart of the agent: believe the engine if its own tensors prove what the last agent wrote."""
+        try:
+            record = json.loads(self._record.read_bytes())
+            proof = Activated.model_validate(record["proof"])
+            run, version = str(record["run"]), proof.version
+            with self._staging.locked(run, version, Deadline(0)):
+                staged = self._staging.require(run, version)
+            if record["start"] != facts.start:
+                self.lost = staged
+                raise BadData(f"the engine was restarted since v{version} was activated in it")
+            if facts.label != str(version):
+                raise BadData(f"the engine calls itself '{facts.label}', not v{version}")
+            if self._engine.checksums(CHECKSUMS_DEADLINE_S).whole != proof.engine_checksum:
+                raise BadData(f"the engine's tensors are not those of v{version} any more")
+        except (ColchisError, OSError, ValueError, KeyError) as error:
+            log.warning("what the last agent served is not taken over: %s", error)
+            self._record.unlink(missing_ok=True)
+            return
+        self.served = Served(staged, facts.start, proof.engine_checksum, proof)

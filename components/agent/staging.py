@@ -218,12 +218,13 @@ class Staging:
         return removed
 
     def _admit(self, manifest: WeightsManifest, folder: Path, digest: str, transfers: tuple[Transfer, ...]) -> Staged:
+        """A version whose files were verified a moment ago: they are `digest`, which is the manifest's."""
         config: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
         staged = Staged(
             manifest=manifest,
             folder=folder,
             digest=digest,
-            prediction=predict(folder),
+            prediction=predict(folder, {t.name: t.sha256 for t in manifest.tensors}),
             vocabulary=int(config.get("vocab_size", 0)),
             signature=_signature(folder),
             transfers=transfers,

@@ -13,6 +13,7 @@ import pytest
 from colchis.components.errors import BadData
 from colchis.components.weights.architecture import EMBEDDING, HEAD
 from colchis.components.weights.checksums import predict
+from colchis.components.weights.manifest import describe
 from tests.weights.models import Arrays, arrays_of, bytes_of, config_of, write_model, write_weights
 
 LAYER = "model.layers.0."
@@ -53,8 +54,10 @@ def engine_tensors(arrays: Arrays, *, padded: bool, dtype: str = "F32") -> dict[
 def test_stacked_and_padded_tensors(tmp_path: Path, family: str, tied: bool, dtype: str, padded: bool) -> None:
     """Catches a wrong order of stacking, and a good load that is refused because the engine pads its tensors."""
     config = config_of(family, tied=tied, **({"attention_bias": True, "mlp_bias": True} if family == "llama" else {}))
-    prediction = predict(write_model(tmp_path, config, 0, dtype))
+    folder = write_model(tmp_path, config, 0, dtype)
+    prediction = predict(folder)
     assert prediction is not None
+    assert predict(folder, {t.name: t.sha256 for t in describe([folder / "model.safetensors"])}) == prediction
     found = engine_tensors(arrays_of(config, 0), padded=padded, dtype=dtype)
     assert prediction.differences(found) == []
     assert prediction.checksums.keys() == found.keys()

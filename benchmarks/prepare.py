@@ -1,0 +1,119 @@
+"""A version out of the trainer's files into the store, and into an agent's buffer, against plain boto3 transfers.
+
+    python benchmarks/prepare.py [--layers 24] [--rounds 3] [--json FILE]
+
+`publish` uploads the files and describes them (two hashes and the finiteness of every tensor); `prepare` fetches them, reads
+them back from the disk and compares all of that with the manifest, and predicts the engine's checksums. Both move one file
+of float32 weights of a Qwen2. Both sides talk to one SeaweedFS on loopback and take turns in one run; ratio = plain seconds
+/ our seconds, of the best turns. `peak` is how much memory the agent's side took beyond what it began with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import boto3
+import click
+from botocore.config import Config
+from rich.console import Console
+from rich.table import Table
+
+from colchis.components.agent.staging import Staging
+from colchis.components.store import Store, StoreSettings, keys, upload_input
+from colchis.components.weights import build, publish
+from colchis.components.weights.deadline import Deadline
+from colchis.workflows.local.weed import Weed
+from tests.weights.models import config_of, write_model
+
+RUN = "benchmark"
+DEADLINE_S = 3600.0
+
+
+@click.command(help=__doc__)
+@click.option("--layers", default=24, show_default=True, help="Each has 46 MB; the embedding has 131 MB.")
+@click.option("--rounds", default=3, show_default=True, help="Turns that each side takes.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the numbers to this file as well.")
+def main(layers: int, rounds: int, json_path: Path | None) -> None:
+    shape: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": layers}
+    shape |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64}
+    with tempfile.TemporaryDirectory() as name, Weed(Path(name) / "weed") as weed:
+        model = write_model(Path(name) / "model", config_of(vocabulary=32000, **shape), seed=0)
+        result = measure(weed.settings, model, Path(name), rounds)
+    table = Table(title=f"{result['mb']} MB, {os.cpu_count()} cores, boto3 {boto3.__version__}")
+    for column in ("", "ours s", "plain s", "ratio"):
+        table.add_column(column, justify="right" if column else "left")
+    for what in ("publish", "prepare"):
+        row = result[what]
+        table.add_row(what, f"{row['ours']:.2f}", f"{row['plain']:.2f}", f"{row['ratio']:.2f}")
+    Console().print(table)
+    Console().print(f"peak of prepare: {result['peak_mb']} MB")
+    if json_path:
+        json_path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def measure(settings: StoreSettings, model: Path, scratch: Path, rounds: int) -> dict[str, Any]:
+    """Best seconds of both sides, both ways."""
+    store, bucket = Store(settings), settings.bucket
+    file, target = model / "model.safetensors", scratch / "target"
+    digest = upload_input(store, model)
+    plain = boto3.session.Session().client(
+        "s3",
+        endpoint_url=settings.endpoint,
+        region_name=settings.region,
+        aws_access_key_id=settings.access_key,
+        aws_secret_access_key=settings.secret_key,
+        config=Config(s3={"addressing_style": "path"}),
+    )
+
+    def publish_version() -> None:
+        payload = store.upload(f"{keys.iteration_prefix(RUN, 0)}{time.time_ns()}/model.safetensors", file)
+        files = [(payload, file)]
+        run = f"{RUN}-{time.time_ns()}"
+        publish(store, build(run=run, version=0, base_version=None, kind="full", files=files, model=digest, step=0))
+        runs.append(run)
+
+    def prepare_version() -> None:
+        staging = Staging(scratch / "staging")
+        try:
+            staging.fill(store, runs[-1], 0, set(), Deadline(DEADLINE_S))
+        finally:
+            staging.close()
+
+    runs: list[str] = []
+    sides: dict[str, tuple[Callable[[], None], Callable[[], Any]]] = {
+        "publish": (publish_version, lambda: plain.upload_file(str(file), bucket, "plain")),
+        "prepare": (prepare_version, lambda: plain.download_file(bucket, "plain", str(target))),
+    }
+    best: dict[tuple[str, str], float] = {}
+    peak_mb = 0.0
+    for number in range(rounds):
+        for what, (ours, theirs) in sides.items():
+            turns = [("ours", ours), ("plain", theirs)]
+            for side, action in turns if number % 2 else reversed(turns):
+                os.sync()  # nobody pays for the pages that the turn before has left to be written
+                before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+                started_s = time.perf_counter()
+                action()
+                seconds = time.perf_counter() - started_s
+                best[what, side] = min(seconds, best.get((what, side), seconds))
+                if (what, side) == ("prepare", "ours"):
+                    peak_mb = max(peak_mb, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3)
+        target.unlink()
+        shutil.rmtree(scratch / "staging")
+    result: dict[str, Any] = {"mb": round(file.stat().st_size / 1e6), "peak_mb": round(peak_mb)}
+    for what in sides:
+        ours_s, plain_s = best[what, "ours"], best[what, "plain"]
+        result[what] = {"ours": round(ours_s, 3), "plain": round(plain_s, 3), "ratio": round(plain_s / ours_s, 3)}
+    return result
+
+
+if __name__ == "__main__":
+    main()

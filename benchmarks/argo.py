@@ -4,7 +4,7 @@ Both have the same pods, in the same order, on the same cluster, with as many it
 stages' work, and what they say to store and engines. Rounds alternate between the two; the best median of each counts.
 Needs a cluster, with pool `main` scaled up to two engines by this program:
 
-    python -m tests.cluster.harness run .venv/bin/python benchmarks/argo.py --rounds 2 --iterations 6
+    python -m tests.cluster.harness run .venv/bin/python -m benchmarks.argo --rounds 2 --iterations 6
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Clients keep an engine busy, each with one request after the other. Half of the 
 agent activates version after version, as far apart as `--every`. A request that ends as `abort` has lost its tokens and is
 sent again, as a rollout does; its latency counts until it is answered. Turns alternate, and all answers of a kind count.
 
-    python benchmarks/inflight.py --seconds 20 --json inflight.json
-    python benchmarks/inflight.py --engine sglang
+    python -m benchmarks.inflight --seconds 20 --json inflight.json
+    python -m benchmarks.inflight --engine sglang
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from typing import Any, Literal
 
 import click
 import httpx
-from activation import COMMON, DEADLINE_S, MAKE_MODELS, RUN, SIZES, publish_versions
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.activation import COMMON, DEADLINE_S, MAKE_MODELS, RUN, SIZES, publish_versions
 from colchis.components.store import Store
 from colchis.components.weights import Agents, activate_all, prepare_all, read_manifest
 from colchis.workflows.local.services import Pool, start_pool

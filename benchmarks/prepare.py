@@ -1,6 +1,6 @@
 """A version out of the trainer's files into the store, and into an agent's buffer, against plain boto3 transfers.
 
-    python benchmarks/prepare.py [--layers 24] [--rounds 3] [--json FILE]
+    python -m benchmarks.prepare [--layers 24] [--rounds 3] [--json FILE]
 
 `publish` uploads the files and describes them (two hashes and the finiteness of every tensor); `prepare` fetches them, reads
 them back from the disk and compares all of that with the manifest, and predicts the engine's checksums. Both move one file
@@ -22,10 +22,10 @@ from typing import Any
 
 import boto3
 import click
-from botocore.config import Config
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.transfers import plain_client
 from colchis.components.agent.staging import Staging
 from colchis.components.store import Store, StoreSettings, keys, upload_input
 from colchis.components.weights import build, publish
@@ -64,14 +64,7 @@ def measure(settings: StoreSettings, model: Path, scratch: Path, rounds: int) ->
     store, bucket = Store(settings), settings.bucket
     file, target = model / "model.safetensors", scratch / "target"
     digest = upload_input(store, model)
-    plain = boto3.session.Session().client(
-        "s3",
-        endpoint_url=settings.endpoint,
-        region_name=settings.region,
-        aws_access_key_id=settings.access_key,
-        aws_secret_access_key=settings.secret_key,
-        config=Config(s3={"addressing_style": "path"}),
-    )
+    plain = plain_client(settings)
 
     def publish_version() -> None:
         payload = store.upload(f"{keys.iteration_prefix(RUN, 0)}{time.time_ns()}/model.safetensors", file)

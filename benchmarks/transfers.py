@@ -48,10 +48,9 @@ def main(mib: int, rounds: int, json_path: Path | None, folder: Path | None) -> 
         json_path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
-def measure(settings: StoreSettings, source: Path, rounds: int) -> Seconds:
-    """Turns of both sides, in alternating order."""
-    store = Store(settings)
-    plain = boto3.session.Session().client(
+def plain_client(settings: StoreSettings) -> Any:
+    """boto3 as it comes."""
+    return boto3.session.Session().client(
         "s3",
         endpoint_url=settings.endpoint,
         region_name=settings.region,
@@ -59,6 +58,12 @@ def measure(settings: StoreSettings, source: Path, rounds: int) -> Seconds:
         aws_secret_access_key=settings.secret_key,
         config=Config(s3={"addressing_style": "path"}),
     )
+
+
+def measure(settings: StoreSettings, source: Path, rounds: int) -> Seconds:
+    """Turns of both sides, in alternating order."""
+    store = Store(settings)
+    plain = plain_client(settings)
     target, bucket = source.with_name("target"), settings.bucket
     seconds: Seconds = {}
 

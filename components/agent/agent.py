@@ -107,7 +107,9 @@ class Agent:
         self._view_lock = threading.Lock()
         self._view: tuple[float, View] | None = None
         for place in self.staging.crashed:
-            log.warning("a fetch of weights %s was cut off by a crash; what it left was removed", place)
+            log.warning(
+                "a fetch of weights %s was cut off by a crash; the next one goes on from its whole files", place
+            )
         self.lease.start_watchdog()
         if self.lease.is_open():
             log.warning("an agent died while the engine was paused; the engine continues")

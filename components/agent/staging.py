@@ -2,7 +2,7 @@
 
 agent.lock                       held for the life of the agent: two agents never share a buffer
 inputs/<model digest>/           configuration and tokenizer, shared by the versions of a run
-versions/RUN/v00000012.filling/  being fetched; found at a start, it is the mark of a crash and is removed
+versions/RUN/v00000012.filling/  being fetched, or a fetch that broke off: its whole files are kept for the next try
 versions/RUN/v00000012/          whole: configuration, tokenizer, weights, manifest.json
 live -> versions/RUN/v00000012   the one path that the engine loads from
 """
@@ -73,7 +73,8 @@ class Staging:
         self._guard = threading.Lock()
         self._locks: dict[Place, threading.Lock] = {}
         self._staged: dict[Place, Staged] = {}
-        self.crashed = self._remove_half_filled()
+        half_filled = sorted((self.folder / "versions").glob(f"*/*{FILLING}"))
+        self.crashed = [f"{folder.parent.name}/{folder.name.removesuffix(FILLING)}" for folder in half_filled]
 
     @property
     def live(self) -> Path:
@@ -132,7 +133,8 @@ class Staging:
         """Fetch and verify a version; call it under its lock. (version, whether it was here already).
 
         `keep` are versions that must stay on the disk. BadData when the version may not be served, BadConfig when there
-        is no room; nothing of a failed fetch stays behind.
+        is no room: nothing of such a fetch stays behind. PeerUnavailable when the store or the time was not enough: files
+        that are whole stay, and the next try goes on from them.
         """
         manifest = read_manifest(store, run, version)
         staged = self.find(run, version)
@@ -153,22 +155,24 @@ class Staging:
                 log.warning("staged weights v%d of run '%s' are fetched again: %s", version, run, damage)
 
         self.collect(keep | {(run, version)})
-        self._make_room(manifest)
         filling = folder.with_name(folder.name + FILLING)
-        for left in (filling, folder):
-            shutil.rmtree(left, ignore_errors=True)
-        filling.mkdir(parents=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        _keep_only(filling, {file.name for file in manifest.files})
         try:
+            self._make_room(manifest, filling)
             self._borrow(manifest, filling)
-            transfers = self._fetch(store, manifest, filling, deadline)
+            transfers, digest = self._fetch(store, manifest, filling, deadline)
             for path in extra:
                 shutil.copyfile(path, filling / path.name)
             write_index(manifest, filling)
-            digest = self._verified(manifest, filling)
             (filling / "manifest.json").write_bytes(manifest.to_bytes())
             filling.rename(folder)  # no fsync: whoever takes a folder over reads every byte of it first
-        except BaseException:
+        except PeerUnavailable:
+            raise
+        except BaseException as error:
             shutil.rmtree(filling, ignore_errors=True)
+            if self.cache is not None and isinstance(error, BadData):
+                self.cache.forget(manifest.files)
             raise
         return self._admit(manifest, folder, digest, tuple(transfers)), False
 
@@ -235,8 +239,11 @@ class Staging:
     def _path(self, run: str, version: int) -> Path:
         return self.folder / "versions" / keys.label("run", run) / f"v{version:08d}"
 
-    def _fetch(self, store: Store, manifest: WeightsManifest, filling: Path, deadline: Deadline) -> list[Transfer]:
-        """The files into `filling`: from the version before and what differs from it, where that is at hand; else whole."""
+    def _fetch(
+        self, store: Store, manifest: WeightsManifest, filling: Path, deadline: Deadline
+    ) -> tuple[list[Transfer], str]:
+        """The files into `filling`, read back: from the version before and what differs from it, where that is at hand;
+        else whole. What it cost, and the weights digest."""
 
         def download(payload: Payload, path: Path) -> Transfer:
             if self.cache is None:
@@ -257,15 +264,7 @@ class Staging:
             return fetch_files(manifest, filling, deadline, download)
         finally:
             file.unlink(missing_ok=True)
-        return [transfer]
-
-    def _verified(self, manifest: WeightsManifest, filling: Path) -> str:
-        try:
-            return verify_files(manifest, filling)
-        except BadData:
-            if self.cache is not None:
-                self.cache.forget(manifest.files)
-            raise
+        return [transfer], verify_files(manifest, filling)
 
     def _borrow(self, manifest: WeightsManifest, filling: Path) -> None:
         """Link files that a staged version has under the same checksums: a version of kind `same` moves no byte."""
@@ -276,11 +275,13 @@ class Staging:
         }
         for file in manifest.files:
             source = present.get((file.bytes, file.sha256, file.xxh3_128))
-            if source is not None and source.exists():
-                os.link(source, filling / file.name)
+            target = filling / file.name
+            if source is not None and source.exists() and not target.exists():
+                os.link(source, target)
 
-    def _make_room(self, manifest: WeightsManifest) -> None:
-        needed = manifest.file_bytes() + (manifest.delta.payload.bytes if manifest.delta else 0)
+    def _make_room(self, manifest: WeightsManifest, filling: Path) -> None:
+        there = sum(file.stat().st_size for file in filling.iterdir())
+        needed = manifest.file_bytes() - there + (manifest.delta.payload.bytes if manifest.delta else 0)
         free = shutil.disk_usage(self.folder).free
         if self.budget_bytes is not None:
             used = sum(p.lstat().st_size for p in (self.folder / "versions").rglob("*") if p.is_file())
@@ -291,12 +292,6 @@ class Staging:
                 where=str(self.folder),
                 hint="the disk must hold three versions: the served one, the one before, and the next",
             )
-
-    def _remove_half_filled(self) -> list[str]:
-        left = sorted((self.folder / "versions").glob(f"*/*{FILLING}"))
-        for folder in left:
-            shutil.rmtree(folder)
-        return [f"{folder.parent.name}/{folder.name.removesuffix(FILLING)}" for folder in left]
 
 
 def _lock_process(path: Path) -> IO[str]:
@@ -318,8 +313,16 @@ def _lock_process(path: Path) -> IO[str]:
     return file
 
 
+def _keep_only(folder: Path, names: set[str]) -> None:
+    """Make sure of a folder, and leave no other file in it: not half a file of a fetch that broke off."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in folder.iterdir():
+        if file.name not in names:
+            file.unlink()
+
+
 def _version_of(folder: Path) -> int | None:
-    digits = folder.name.removeprefix("v")
+    digits = folder.name.removeprefix("v").removesuffix(FILLING)
     return int(digits) if folder.is_dir() and digits.isdecimal() else None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,13 +24,25 @@ Download = Callable[[Payload, Path], Transfer]
 """How one object gets to a path: from the store, or by way of a cache."""
 
 
-def fetch_files(manifest: WeightsManifest, folder: Path, deadline: Deadline, download: Download) -> list[Transfer]:
-    """A version's files into `folder`; sizes and checksums of the objects are verified on the way."""
-    transfers = []
-    for payload in manifest.files:
-        deadline.check(f"fetch of weights v{manifest.version}", where=payload.key)
-        transfers.append(download(payload, folder / payload.name))
-    return transfers
+def fetch_files(
+    manifest: WeightsManifest, folder: Path, deadline: Deadline, download: Download
+) -> tuple[list[Transfer], str]:
+    """A version's files into `folder`, and its weights digest: each file is read back from the disk while the next comes.
+
+    Raises as `download` and `verify_files`; PeerUnavailable when the deadline has passed before the last file.
+    """
+    transfers: list[Transfer] = []
+    readings: list[Future[list[TensorEntry]]] = []
+    with ThreadPoolExecutor(1, thread_name_prefix="read-back") as reader:
+        try:
+            for payload in manifest.files:
+                deadline.check(f"fetch of weights v{manifest.version}", where=payload.key)
+                transfers.append(download(payload, folder / payload.name))
+                readings.append(reader.submit(verify_file, manifest, payload, folder))
+            return transfers, weights_digest([entry for reading in readings for entry in reading.result()])
+        except BaseException:
+            reader.shutdown(cancel_futures=True)
+            raise
 
 
 def fetch_model_folder(store: Store, model: str, folder: Path, deadline: Deadline) -> list[Path]:
@@ -61,23 +74,27 @@ def verify_files(manifest: WeightsManifest, folder: Path) -> str:
 
     BadData names the file or tensor: missing, misplaced, of another type, shape or content, or not finite.
     """
+    return weights_digest([entry for payload in manifest.files for entry in verify_file(manifest, payload, folder)])
+
+
+def verify_file(manifest: WeightsManifest, payload: Payload, folder: Path) -> list[TensorEntry]:
+    """One file of a version; its tensors. Raises as `verify_files`."""
+    path = folder / payload.name
+    spans = {span.name: span for span in read_header(path)}
+    entries = {t.name: t for t in manifest.tensors if t.file == payload.name}
+    if strangers := sorted(spans.keys() ^ entries.keys()):
+        raise BadData(f"{path.name} and its manifest disagree about tensor '{strangers[0]}'", where=str(path))
     work: list[tuple[Path, TensorSpan, TensorEntry]] = []
-    for payload in manifest.files:
-        path = folder / payload.name
-        spans = {span.name: span for span in read_header(path)}
-        entries = {t.name: t for t in manifest.tensors if t.file == payload.name}
-        if strangers := sorted(spans.keys() ^ entries.keys()):
-            raise BadData(f"{path.name} and its manifest disagree about tensor '{strangers[0]}'", where=str(path))
-        for name, span in spans.items():
-            entry = entries[name]
-            if (span.dtype, span.shape) != (entry.dtype, entry.shape):
-                raise BadData(
-                    f"tensor '{name}' is {span.dtype} {list(span.shape)}, "
-                    f"the manifest says {entry.dtype} {list(entry.shape)}",
-                    where=str(path),
-                )
-            work.append((path, span, entry))
-    return weights_digest(in_parallel(_verified, work))
+    for name, span in spans.items():
+        entry = entries[name]
+        if (span.dtype, span.shape) != (entry.dtype, entry.shape):
+            raise BadData(
+                f"tensor '{name}' is {span.dtype} {list(span.shape)}, "
+                f"the manifest says {entry.dtype} {list(entry.shape)}",
+                where=str(path),
+            )
+        work.append((path, span, entry))
+    return in_parallel(_verified, work)
 
 
 def _verified(item: tuple[Path, TensorSpan, TensorEntry]) -> TensorEntry:

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -16,6 +17,7 @@ from colchis.components.store import Store, StoreSettings, upload_input
 from colchis.components.weights.activate import AgentClient, Agents
 from colchis.components.weights.protocol import Activate, Activated, Prepare, Prepared, Status
 from colchis.workflows.local.services import Child, free_port
+from tests.faults import FaultProxy
 from tests.weights.models import RUN, config_of, publish_version, write_model
 
 TOKEN = "token-of-the-tests"
@@ -168,3 +170,16 @@ def start_agent(store_settings: StoreSettings, tmp_path: Path) -> Iterator[Calla
 @pytest.fixture
 def agent(start_agent: Callable[..., AgentProcess], engine: EngineProcess) -> AgentProcess:
     return start_agent(engine)
+
+
+@pytest.fixture
+def proxy(store_settings: StoreSettings) -> Iterator[FaultProxy]:
+    host, _, port = store_settings.endpoint.removeprefix("http://").partition(":")
+    with FaultProxy((host, int(port))) as running:
+        yield running
+
+
+@pytest.fixture
+def through(proxy: FaultProxy, store_settings: StoreSettings) -> Store:
+    """The store behind the proxy, which counts what crosses the network."""
+    return Store(replace(store_settings, endpoint=proxy.url), deadline_s=20.0)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,25 +12,12 @@ import pytest
 from colchis.components.agent.cache import NodeCache
 from colchis.components.agent.staging import Staging
 from colchis.components.errors import BadData, PeerUnavailable
-from colchis.components.store import Payload, Store, StoreSettings
+from colchis.components.store import Payload, Store
 from colchis.components.weights.deadline import Deadline
 from colchis.components.weights.publish import read_manifest
 from tests.agent.conftest import Versions
 from tests.faults import Fault, FaultProxy
 from tests.weights.models import RUN
-
-
-@pytest.fixture
-def proxy(store_settings: StoreSettings) -> Iterator[FaultProxy]:
-    host, _, port = store_settings.endpoint.removeprefix("http://").partition(":")
-    with FaultProxy((host, int(port))) as running:
-        yield running
-
-
-@pytest.fixture
-def through(proxy: FaultProxy, store_settings: StoreSettings) -> Store:
-    """The store behind the proxy, which counts what crosses the network."""
-    return Store(replace(store_settings, endpoint=proxy.url), deadline_s=20.0)
 
 
 def uploaded(store: Store, folder: Path, name: str, content: bytes) -> Payload:

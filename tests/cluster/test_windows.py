@@ -69,7 +69,8 @@ def test_six_iterations_over_three_workflows(config: Path, calm: list[str], clus
 @pytest.mark.slow
 def test_sixty_iterations(config: Path, cluster: Cluster, store: Store) -> None:
     """Fault: iterations that cost more the longer a run is, and Workflows that grow with it."""
-    first = submit(config, "long", "--set", "loop.iterations=60", "--set", "loop.window=20")
+    slow = ("--set", "trainer.learning_rate=1e-6", "--set", "loop.max_empty=60")  # else it has learned all by the tenth
+    first = submit(config, "long", "--set", "loop.iterations=60", "--set", "loop.window=20", *slow)
     found = follow(cluster, "long", first, range(20, 60, 20))
     sizes = [bytes_of(w) for w in found]
     assert len(found) == 3

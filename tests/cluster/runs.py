@@ -36,9 +36,11 @@ def submit(config: Path, run: str, *words: str) -> str:
     return str(json.loads(done.stdout.splitlines()[0])["workflow"])
 
 
-def ended(cluster: Cluster, workflow: str, *, phase: str = "Succeeded") -> dict[str, Any]:
+def ended(
+    cluster: Cluster, workflow: str, *, phase: str = "Succeeded", deadline_s: float = DEADLINE_S
+) -> dict[str, Any]:
     """The status of a Workflow when it has ended, as it should."""
-    status = cluster.wait([workflow], deadline_s=DEADLINE_S)[workflow]
+    status = cluster.wait([workflow], deadline_s=deadline_s)[workflow]
     failed = {n["name"]: n.get("message") for n in status["nodes"].values() if n["phase"] in ("Failed", "Error")}
     assert status["phase"] == phase, f"{status.get('message')}: {failed}\n{cluster.logs(workflow)}"
     return dict(status)

@@ -12,10 +12,12 @@ import pytest
 
 from colchis.components.store import Store
 from tests.cluster.client import GROUP, Cluster
-from tests.cluster.runs import argo, digests_of, ended, submit
+from tests.cluster.runs import DEADLINE_S, argo, digests_of, ended, submit
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800), pytest.mark.usefixtures("strict", "small_pool", "alone")]
 
+SIXTY_S = 7200
+"""Longest time for sixty iterations on a loaded machine."""
 LARGEST_BYTES = 700 << 10
 """A Workflow in etcd: it must not come near the 1 MiB where Argo has to compress its nodes."""
 
@@ -36,10 +38,12 @@ def bytes_of(workflow: dict[str, Any]) -> int:
     return len(json.dumps({**workflow, "status": status}, separators=(",", ":")))
 
 
-def follow(cluster: Cluster, run: str, first: str, starts: range) -> list[dict[str, Any]]:
+def follow(
+    cluster: Cluster, run: str, first: str, starts: range, *, deadline_s: float = DEADLINE_S
+) -> list[dict[str, Any]]:
     """Waits for every window of a run; its Workflows."""
     for name in (first, *(f"{run}-from-{start}" for start in starts)):
-        ended(cluster, name)
+        ended(cluster, name, deadline_s=deadline_s)
     return workflows_of(cluster, run)
 
 
@@ -67,11 +71,12 @@ def test_six_iterations_over_three_workflows(config: Path, calm: list[str], clus
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(SIXTY_S)
 def test_sixty_iterations(config: Path, cluster: Cluster, store: Store) -> None:
     """Fault: iterations that cost more the longer a run is, and Workflows that grow with it."""
     slow = ("--set", "trainer.learning_rate=1e-6", "--set", "loop.max_empty=60")  # else it has learned all by the tenth
     first = submit(config, "long", "--set", "loop.iterations=60", "--set", "loop.window=20", *slow)
-    found = follow(cluster, "long", first, range(20, 60, 20))
+    found = follow(cluster, "long", first, range(20, 60, 20), deadline_s=SIXTY_S / 2)
     sizes = [bytes_of(w) for w in found]
     assert len(found) == 3
     assert max(sizes) < LARGEST_BYTES

@@ -42,8 +42,9 @@ def engines(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Itera
     folder = tmp_path_factory.mktemp("sglang")
     model = folder / "model"
     shutil.copytree(EXAMPLE.parent / "base", model)
-    for path in (folder.parent, folder, model):  # pods are another user
-        path.chmod(0o755)
+    model.chmod(0o755)  # pods are another user
+    for file in model.iterdir():
+        file.chmod(0o644)
     shutil.copytree(REPOSITORY / "manifests", folder / "manifests")
     overlay = folder / "manifests/overlays/test/pool-sglang"
     shutil.copytree(REPOSITORY / "tests/cluster/pool-sglang", overlay)

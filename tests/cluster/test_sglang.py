@@ -12,6 +12,7 @@ import pytest
 from colchis.components.engine.sglang_cpu import environment
 from colchis.components.records.iteration import Summary
 from colchis.components.store import Store, keys
+from colchis.components.store.pools import pool_lease
 from tests.cluster.client import Cluster
 from tests.cluster.conftest import EXAMPLE, REPOSITORY, SMALL, wait_for
 from tests.cluster.runs import colchis, ended, submit
@@ -24,6 +25,7 @@ pytestmark = [
 ]
 
 POOL = "sglang"
+RUN = "on-sglang"
 START_S = 600.0
 """Longest wait for SGLang: it imports for a minute on a loaded machine."""
 
@@ -67,32 +69,37 @@ def test_a_run_trains_sglang_over_five_boundaries(cluster: Cluster, store: Store
     """Catches what only the pods have: the launcher under `restricted`, a shared folder between two users, probes that a
     pause upsets, addresses by a headless Service."""
     overrides = [word for setting in SMALL for word in ("--set", setting)]
-    workflow = submit(EXAMPLE, "on-sglang", "--pool", POOL, *overrides)
+    workflow = submit(EXAMPLE, RUN, "--pool", POOL, *overrides)
     status = ended(cluster, workflow)
     containers = [n["displayName"] for n in status["nodes"].values() if n["type"] == "Container"]
     assert {name: containers.count(name) for name in set(containers)} == dict.fromkeys(
         ("store", "transfer", "buffer", "load", "main"), 3
     ), "one fill and two reloads"
-    summaries = [
-        Summary.from_bytes(store.get(key).data, key) for key in (keys.summary("on-sglang", i) for i in range(2))
-    ]
+    summaries = [Summary.from_bytes(store.get(key).data, key) for key in (keys.summary(RUN, i) for i in range(2))]
     assert [s.version for s in summaries] == [1, 2]
     for address in engines.values():
         info = httpx.get(f"http://{address}:30000/model_info", timeout=30).json()
         assert info["weight_version"] == "2"
     assert cluster.ready_pods(engines, deadline_s=60) == set(engines)
-    shown = colchis("status", "on-sglang")
+    shown = colchis("status", RUN)
     assert shown.returncode == 0
     for boundary in ("store", "transfer", "buffer", "load", "cache"):
         assert boundary in shown.stdout
 
 
-def test_an_engine_that_comes_back_gets_what_its_run_declares(cluster: Cluster, engines: dict[str, str]) -> None:
+def test_an_engine_that_comes_back_gets_what_its_run_declares(
+    cluster: Cluster, store: Store, engines: dict[str, str]
+) -> None:
     """Catches a restarted SGLang that takes requests with the weights that it was started with: it is not ready until
-    its agent, whose staged copy went with the pod, has put in the declared version."""
+    its agent, whose staged copy went with the pod, has put in what the run that holds the pool declares."""
     (pod,) = engines
-    cluster.delete_pod(pod, grace_s=0)
-    assert cluster.ready_pods(engines, deadline_s=START_S) == set(engines)
+    lease = pool_lease(store, POOL, RUN)  # as its stages hold it while it goes on
+    lease.acquire()
+    try:
+        cluster.delete_pod(pod, grace_s=0)
+        assert cluster.ready_pods(engines, deadline_s=START_S) == set(engines)
+    finally:
+        lease.release()
     address = cluster.core.read_namespaced_pod(pod, "colchis").status.pod_ip
     info = httpx.get(f"http://{address}:30000/model_info", timeout=30).json()
     assert info["weight_version"] == "2"

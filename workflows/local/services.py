@@ -26,7 +26,9 @@ from colchis.components.errors import BadConfig, PeerUnavailable
 
 PR_SET_PDEATHSIG = 1
 START_S = 120.0
-"""Longest wait for a child to answer; real SGLang needs up to a minute on a loaded machine."""
+"""Longest wait for a child to answer."""
+SGLANG_START_S = 600.0
+"""The same for real SGLang: half a minute on a free machine, minutes on a loaded one. A child that ends is noticed at once."""
 
 
 def die_with_parent() -> None:
@@ -168,7 +170,8 @@ def start_pool(
             stack.callback(agent.stop)
             engines.append(EngineProcess(engine_id, engine_url, agent_url, engine, agent))
         for e in engines:
-            e.engine.wait_for(f"{e.engine_url}/ping", accept=(200, 503))
+            start_s = SGLANG_START_S if kind == "sglang" else START_S
+            e.engine.wait_for(f"{e.engine_url}/ping", deadline_s=start_s, accept=(200, 503))
             e.agent.wait_for(f"{e.agent_url}/live")
         yield Pool(name, engines, ",".join(e.agent_url for e in engines), token)
 

@@ -79,12 +79,12 @@ def test_whoever_waits_for_another_agent_waits_for_its_own_deadline(
 ) -> None:
     """Catches a slow peer that holds up every agent of its node."""
     payload = uploaded(store, tmp_path, "x", b"x" * 1000)
-    proxy.add(Fault("GET", "runs/r/x", "delay", seconds=3.0, times=100))
+    asked = threading.Event()
+    proxy.add(Fault("GET", "runs/r/x", "delay", seconds=3.0, times=100, before=asked.set))
     cache = NodeCache(tmp_path / "cache")
     slow = threading.Thread(target=lambda: cache.download(through, payload, tmp_path / "one", Deadline(30)))
     slow.start()
-    while not proxy.seen:
-        pass
+    assert asked.wait(10)
     with pytest.raises(PeerUnavailable, match="another agent of this node"):
         cache.download(store, payload, tmp_path / "two", Deadline(0.2))
     slow.join()

@@ -44,14 +44,19 @@ def fill(folder: Path, store: Store, deadline_s: float = 30) -> list[bool]:
         staging.close()
 
 
+def break_off(manifest: WeightsManifest, through: Store, proxy: FaultProxy, folder: Path) -> None:
+    """A fetch whose last file does not come."""
+    proxy.add(Fault("GET", manifest.files[2].key, "status", times=10_000))
+    with pytest.raises(PeerUnavailable):
+        fill(folder, Store(through.settings, deadline_s=2.0))
+    proxy.clear()
+
+
 def test_only_what_is_missing_is_fetched_again(
     manifest: WeightsManifest, through: Store, proxy: FaultProxy, tmp_path: Path
 ) -> None:
     """Catches hundreds of gigabytes that start from the first byte because the last object was late."""
-    proxy.add(Fault("GET", manifest.files[2].key, "status", times=10_000))
-    with pytest.raises(PeerUnavailable):
-        fill(tmp_path / "staging", Store(through.settings, deadline_s=2.0))
-    proxy.clear()
+    break_off(manifest, through, proxy, tmp_path / "staging")
     filling = tmp_path / "staging" / "versions" / RUN / f"v{VERSION:08d}.filling"
     assert sorted(p.name for p in filling.iterdir()) == [f.name for f in manifest.files[:2]]
     (filling / "half").write_bytes(b"of an agent that was killed")
@@ -67,10 +72,7 @@ def test_a_file_that_arrived_is_read_before_it_is_believed(
     manifest: WeightsManifest, through: Store, proxy: FaultProxy, tmp_path: Path
 ) -> None:
     """Catches a disk that lost a block between two tries."""
-    proxy.add(Fault("GET", manifest.files[2].key, "status", times=10_000))
-    with pytest.raises(PeerUnavailable):
-        fill(tmp_path / "staging", Store(through.settings, deadline_s=2.0))
-    proxy.clear()
+    break_off(manifest, through, proxy, tmp_path / "staging")
     first = tmp_path / "staging" / "versions" / RUN / f"v{VERSION:08d}.filling" / manifest.files[0].name
     raw = bytearray(first.read_bytes())
     raw[-1] ^= 1
@@ -94,9 +96,7 @@ def test_files_of_a_version_that_nobody_wants_any_more_go(
     manifest: WeightsManifest, through: Store, proxy: FaultProxy, tmp_path: Path
 ) -> None:
     """Catches a disk that fills with fetches which were given up."""
-    proxy.add(Fault("GET", manifest.files[2].key, "status", times=10_000))
-    with pytest.raises(PeerUnavailable):
-        fill(tmp_path / "staging", Store(through.settings, deadline_s=2.0))
+    break_off(manifest, through, proxy, tmp_path / "staging")
     staging = Staging(tmp_path / "staging")
     try:
         assert staging.crashed == [f"{RUN}/v{VERSION:08d}"]

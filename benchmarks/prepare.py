@@ -5,14 +5,13 @@
 `publish` uploads the files and describes them (two hashes and the finiteness of every tensor); `prepare` fetches them, reads
 them back from the disk and compares all of that with the manifest, and predicts the engine's checksums. Both move one file
 of float32 weights of a Qwen2. Both sides talk to one SeaweedFS on loopback and take turns in one run; ratio = plain seconds
-/ our seconds, of the best turns. `peak` is how much memory the agent's side took beyond what it began with.
+/ our seconds, of the best turns.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 import tempfile
 import time
@@ -54,7 +53,6 @@ def main(layers: int, rounds: int, json_path: Path | None) -> None:
         row = result[what]
         table.add_row(what, f"{row['ours']:.2f}", f"{row['plain']:.2f}", f"{row['ratio']:.2f}")
     Console().print(table)
-    Console().print(f"peak of prepare: {result['peak_mb']} MB")
     if json_path:
         json_path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
@@ -86,22 +84,18 @@ def measure(settings: StoreSettings, model: Path, scratch: Path, rounds: int) ->
         "prepare": (prepare_version, lambda: plain.download_file(bucket, "plain", str(target))),
     }
     best: dict[tuple[str, str], float] = {}
-    peak_mb = 0.0
     for number in range(rounds):
         for what, (ours, theirs) in sides.items():
             turns = [("ours", ours), ("plain", theirs)]
             for side, action in turns if number % 2 else reversed(turns):
                 os.sync()  # nobody pays for the pages that the turn before has left to be written
-                before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
                 started_s = time.perf_counter()
                 action()
                 seconds = time.perf_counter() - started_s
                 best[what, side] = min(seconds, best.get((what, side), seconds))
-                if (what, side) == ("prepare", "ours"):
-                    peak_mb = max(peak_mb, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3)
         target.unlink()
         shutil.rmtree(scratch / "staging")
-    result: dict[str, Any] = {"mb": round(file.stat().st_size / 1e6), "peak_mb": round(peak_mb)}
+    result: dict[str, Any] = {"mb": round(file.stat().st_size / 1e6)}
     for what in sides:
         ours_s, plain_s = best[what, "ours"], best[what, "plain"]
         result[what] = {"ours": round(ours_s, 3), "plain": round(plain_s, 3), "ratio": round(plain_s / ours_s, 3)}

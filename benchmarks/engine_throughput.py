@@ -34,7 +34,8 @@ from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from colchis.components.engine.sglang_cpu import launch_command
-from colchis.workflows.local.services import Child, free_port
+from colchis.workflows.local.ports import free_port
+from colchis.workflows.local.services import Child
 
 PROMPT_TOKENS = 12
 TURNS = {1: 64, 16: 8, 64: 8}

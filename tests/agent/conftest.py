@@ -16,7 +16,8 @@ import pytest
 from colchis.components.store import Store, StoreSettings, upload_input
 from colchis.components.weights.activate import AgentClient, Agents
 from colchis.components.weights.protocol import Activate, Activated, Prepare, Prepared, Status
-from colchis.workflows.local.services import Child, free_port
+from colchis.workflows.local.ports import free_port
+from colchis.workflows.local.services import Child
 from tests.faults import FaultProxy
 from tests.weights.models import RUN, config_of, publish_version, write_model
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +20,7 @@ import pytest
 import yaml
 from kubernetes import watch
 
+from colchis.workflows.local.ports import free_port
 from tests.cluster.client import NAMESPACE, Cluster
 from tests.cluster.repository import Repository
 
@@ -129,7 +129,7 @@ def install(cluster: Cluster, repository: Repository, folder: Path) -> Iterator[
         "patches": [{"target": {"kind": "GitRepository"}, "patch": yaml.safe_dump([where])}],
     }
     (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
-    artifacts = f"127.0.0.1:{_free_port()}"
+    artifacts = f"127.0.0.1:{free_port()}"
     storage = (f"--storage-path={folder}/artifacts", f"--storage-addr={artifacts}", f"--storage-adv-addr={artifacts}")
     (folder / "artifacts").mkdir()
     with ExitStack() as stack:
@@ -157,7 +157,7 @@ def _controller(name: str, folder: Path, *options: str) -> Iterator[None]:
     scratch = folder / f"{name}-tmp"
     scratch.mkdir()
     here = {"KUBECONFIG": str(own), "RUNTIME_NAMESPACE": "flux-system", "TMPDIR": str(scratch), "HOME": str(scratch)}
-    command = [name, *options, "--metrics-addr=0", f"--health-addr=127.0.0.1:{_free_port()}", "--log-level=info"]
+    command = [name, *options, "--metrics-addr=0", f"--health-addr=127.0.0.1:{free_port()}", "--log-level=info"]
     with (admin.parents[1] / "logs" / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(command, env={**os.environ, **here}, stdout=log, stderr=log)
     try:
@@ -171,9 +171,3 @@ def kubectl(*words: str) -> str:
     done = subprocess.run(["kubectl", *words], capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, f"kubectl {' '.join(words)}: {done.stderr}"
     return done.stdout
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])

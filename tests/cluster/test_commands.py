@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import yaml
 
 from colchis.components.records.run import Outcome
 from colchis.components.store import Store, keys
+from colchis.workflows.local.ports import free_port
 from tests.cluster.client import Cluster
 from tests.cluster.conftest import EXAMPLE, SMALL, wait_for
 from tests.cluster.runs import colchis
@@ -147,9 +147,7 @@ def server(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     token = subprocess.run(
         ["kubectl", "create", "token", "test-user", "-n", "colchis"], capture_output=True, text=True, check=True
     ).stdout.strip()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [
         *("argo", "server", "--namespaced", "-n", "colchis", "--managed-namespace", "colchis"),
         *("--secure=false", "--auth-mode=client", "--port", str(port)),

@@ -17,7 +17,8 @@ import httpx
 import pytest
 
 from colchis.components.engine.sglang_cpu import environment, launch_command
-from colchis.workflows.local.services import Child, free_port
+from colchis.workflows.local.ports import free_port
+from colchis.workflows.local.services import Child
 from tests.engine.conftest import broken, models
 from tests.engine.processes import EngineProcess, client_of, end, spawn_engine, wait_until_up
 

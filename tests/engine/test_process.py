@@ -14,7 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.engine.processes import EngineProcess, free_port
+from colchis.workflows.local.ports import free_port
+from tests.engine.processes import EngineProcess
 
 
 def test_empty_start_key_kill_during_load_and_restart(

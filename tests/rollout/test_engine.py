@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from colchis.components.environments import Reply
 from colchis.components.records.rows import Row
 from colchis.components.records.trajectories import SegmentKind
 from colchis.components.rollout import Engines
+from colchis.workflows.local.ports import free_port
 from tests.rollout.conftest import character_tokenizer
 
 HIDDEN, LAYERS, KEYS = 32, 2, 16
@@ -69,9 +69,7 @@ def engine(tmp_path_factory):
     """Address of an engine that serves random weights as version 3."""
     folder = tmp_path_factory.mktemp("model")
     write_model(folder)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "colchis.components.engine", "--port", str(port), "--deterministic"]
     command += ["--model-path", str(folder), "--weight-version", "3"]
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})

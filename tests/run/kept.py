@@ -23,7 +23,8 @@ import httpx
 from colchis.components.records import trajectories as trajectory_records
 from colchis.components.store import StageKey, Store, find_commit, keys
 from colchis.workflows.home import started_at
-from colchis.workflows.local.services import Child, engine_command, free_port
+from colchis.workflows.local.ports import free_port
+from colchis.workflows.local.services import Child, engine_command
 from colchis.workflows.local.weed import Weed
 from tests.faults import FaultProxy
 

@@ -13,7 +13,8 @@ import pytest
 
 from colchis.components.engine.sglang_cpu import environment, launch_command
 from colchis.components.store import Store
-from colchis.workflows.local.services import Child, free_port
+from colchis.workflows.local.ports import free_port
+from colchis.workflows.local.services import Child
 from colchis.workflows.local.weed import Weed
 from tests.agent.conftest import AgentProcess, Versions
 from tests.run.conftest import model

@@ -17,7 +17,8 @@ from colchis.components.trainer.optimiser import Optimiser
 from colchis.components.trainer.probe import sequence_logprobs
 from colchis.components.trainer.ranks import process_group
 from colchis.components.trainer.state import write_state
-from colchis.workflows.local.services import Child, free_port
+from colchis.workflows.local.ports import free_port
+from colchis.workflows.local.services import Child
 from tests.engine.processes import EngineProcess, client_of
 from tests.run.conftest import model
 from tests.sglang.conftest import START_S

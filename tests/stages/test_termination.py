@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from colchis.workflows.local.services import free_port
+from colchis.workflows.local.ports import free_port
 
 LONGEST_S = 1.6
 """A stage has done its imports by then, and waits for a store that is not there."""

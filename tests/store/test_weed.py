@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +39,11 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def tcp_open(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_data_survive_stop_and_kill(tmp_path: Path) -> None:
@@ -79,6 +87,28 @@ def test_ports_that_are_taken_are_drawn_again(tmp_path: Path) -> None:
         with weed:
             assert weed.settings.endpoint != first.endpoint
             assert Store(weed.settings).get("key").data == b"data"
+
+
+def test_a_port_taken_while_it_starts_costs_another_start(tmp_path: Path) -> None:
+    """Fault: a run that does not start since some connection got a port between its choice and its use."""
+    ports_file = tmp_path / "ports.json"
+    with socket.socket() as intruder:
+
+        def take_one() -> None:
+            while not tcp_open(json.loads(ports_file.read_text())["master"] if ports_file.exists() else 1):
+                time.sleep(0.001)
+            intruder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            intruder.bind(("127.0.0.1", json.loads(ports_file.read_text())["filer.grpc"]))
+            intruder.listen()
+
+        thread = threading.Thread(target=take_one)
+        thread.start()
+        with Weed(tmp_path) as weed:
+            thread.join()
+            taken = intruder.getsockname()[1]
+            assert f":{taken}: bind: address already in use" in weed.log.read_text()  # the fault did happen
+            assert taken not in json.loads(ports_file.read_text()).values()
+            Store(weed.settings).put("key", b"data")
 
 
 def test_it_is_reachable_only_from_here_and_only_with_credentials(weed: Weed) -> None:
@@ -137,13 +167,13 @@ def test_no_binary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_start_that_fails_shows_the_log(tmp_path: Path) -> None:
-    """Ended at once, for a reason that only its log has; the folder is free again afterwards."""
+    """Ended at once, for a reason that weed prints before a stack of each goroutine; the folder is free again afterwards."""
     folder = tmp_path / "weed"
     folder.mkdir()
     (folder / "data").mkdir()
     (folder / "data" / "filerldb2").write_text("in the way")
     broken = Weed(folder, start_s=5.0)
-    with pytest.raises(PeerUnavailable, match=r"weed\.log.*last words"):
+    with pytest.raises(PeerUnavailable, match=r"filerldb2 Writable: Not a valid folder.*weed\.log"):
         broken.start()
     (folder / "data" / "filerldb2").unlink()
     with Weed(folder):

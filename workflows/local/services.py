@@ -10,7 +10,6 @@ import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from typing import IO
 import httpx
 
 from colchis.components.errors import BadConfig, PeerUnavailable
+from colchis.workflows.local.ports import free_port
 
 PR_SET_PDEATHSIG = 1
 START_S = 120.0
@@ -34,13 +34,6 @@ SGLANG_START_S = 600.0
 def die_with_parent() -> None:
     """Run in the child between fork and exec."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def free_port() -> int:
-    """A port that nobody listened on a moment ago."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 class Child:

@@ -6,6 +6,7 @@ import ctypes
 import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -20,16 +21,25 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from colchis.components.errors import BadConfig, PeerUnavailable, Temporary
+from colchis.components.errors import BadConfig, PeerUnavailable
 from colchis.components.store import Store, StoreSettings
+from colchis.workflows.local.ports import free_ports, is_free
 
 _PORTS = ("master", "master.grpc", "volume", "volume.grpc", "filer", "filer.grpc", "s3", "s3.grpc", "admin")
 _ADMIN_GRPC_OFFSET = 10_000
 """The worker inside `weed mini` finds the admin server at this distance and nowhere else."""
 SOCKETS = Path("/tmp")
 """Of weed's servers, one or two per port; the path is a constant there."""
+STARTS = 3
+"""How often other ports are tried when one of them was taken while weed started."""
+_FATAL = re.compile(r"F\d{4} ")
+_TAKEN = ("address already in use", "is not available")
 LOCK_S = 3.0
 """Longest wait for a data folder whose server was just killed."""
+
+
+class _PortTaken(PeerUnavailable):
+    """One of the ports has a listener by now."""
 
 
 class Weed:
@@ -49,7 +59,9 @@ class Weed:
     def start(self) -> StoreSettings:
         """Start and wait until signed requests are answered and the bucket is there.
 
-        BadConfig when there is no `weed` or the folder is in use; PeerUnavailable, with the end of its log, when it
+        A port that somebody took in the meantime costs another start, at other ports.
+
+        BadConfig when there is no `weed` or the folder is in use; PeerUnavailable, with what its log says, when it
         ends or is not ready within `start_s`.
         """
         if self._process is not None:
@@ -57,21 +69,34 @@ class Weed:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(self.folder)
         try:
-            credentials, ports = self._credentials(), self._ports()
-            self.settings = StoreSettings(
-                endpoint=f"http://127.0.0.1:{ports['s3']}",
-                bucket=self.bucket,
-                access_key=credentials["access_key"],
-                secret_key=credentials["secret_key"],
-            )
-            self._used = ports
-            _remove_sockets(ports)  # of a start that was killed
-            self._process = _spawn(self._command(ports), self.log, self._scratch(), self._lock)
-            self._wait_ready(self._process)
+            self._start(starts=STARTS)
         except BaseException:
             self.stop()
             raise
         return self.settings
+
+    def _start(self, starts: int) -> None:
+        """With the lock held. Recursion ends with `starts`."""
+        credentials, ports = self._credentials(), self._ports()
+        self.settings = StoreSettings(
+            endpoint=f"http://127.0.0.1:{ports['s3']}",
+            bucket=self.bucket,
+            access_key=credentials["access_key"],
+            secret_key=credentials["secret_key"],
+        )
+        assert self._lock is not None
+        self._used = ports
+        _remove_sockets(ports)  # of a start that was killed
+        written = self.log.stat().st_size if self.log.exists() else 0
+        self._process = _spawn(self._command(ports), self.log, self._scratch(), self._lock)
+        try:
+            self._wait_ready(self._process, written)
+        except _PortTaken:
+            if starts <= 1:
+                raise
+            _remove_sockets(ports)
+            (self.folder / "ports.json").unlink()
+            self._start(starts - 1)
 
     def environment(self) -> dict[str, str]:
         """COLCHIS_S3_* and AWS_* variables for the processes that use this store."""
@@ -157,22 +182,24 @@ class Weed:
         path = self.folder / "ports.json"
         if path.exists():
             ports: dict[str, int] = json.loads(path.read_text())
-            if all(_is_free(port) for port in (*ports.values(), ports["admin"] + _ADMIN_GRPC_OFFSET)):
+            if all(is_free(port) for port in (*ports.values(), ports["admin"] + _ADMIN_GRPC_OFFSET)):
                 return ports
-        ports = _free_ports()
+        admin, *others = free_ports(len(_PORTS), also_above=_ADMIN_GRPC_OFFSET)
+        ports = {**dict(zip((name for name in _PORTS if name != "admin"), others, strict=True)), "admin": admin}
         _write_private(path, ports)
         return ports
 
-    def _wait_ready(self, process: subprocess.Popen[bytes]) -> None:
+    def _wait_ready(self, process: subprocess.Popen[bytes], written: int) -> None:
+        """`written`: bytes of the log that are older than this start."""
         deadline_s = time.monotonic() + self.start_s
         store = Store(self.settings, deadline_s=1.0)
         failure = "nothing answered"
         while time.monotonic() < deadline_s:
             if process.poll() is not None:
-                raise PeerUnavailable(
-                    f"the object store ended at its start with code {process.returncode}",
-                    where=str(self.log),
-                    hint=f"its last words: {_tail(self.log)}",
+                reason = _reason(self.log, written)
+                kind = _PortTaken if any(words in reason for words in _TAKEN) else PeerUnavailable
+                raise kind(
+                    f"the object store ended at its start with code {process.returncode}: {reason}", where=str(self.log)
                 )
             try:
                 with socket.create_connection(("127.0.0.1", int(self.settings.endpoint.rpartition(":")[2])), 1.0):
@@ -184,7 +211,7 @@ class Weed:
         raise PeerUnavailable(
             f"the object store was not ready within {self.start_s:g} s: {failure}",
             where=str(self.log),
-            hint=f"its last words: {_tail(self.log)}",
+            hint=f"its log says: {_reason(self.log, written)}",
         )
 
 
@@ -283,32 +310,6 @@ def _die_with_parent(parent: int) -> Any:
     return prepare
 
 
-def _free_ports() -> dict[str, int]:
-    """Distinct free ports for every service, one of them with the port 10,000 above free as well."""
-    for _ in range(100):
-        listeners = [socket.socket() for _ in _PORTS]
-        try:
-            for listener in listeners:
-                listener.bind(("127.0.0.1", 0))
-            ports = dict(zip(_PORTS, (listener.getsockname()[1] for listener in listeners), strict=True))
-        finally:
-            for listener in listeners:
-                listener.close()
-        if ports["admin"] + _ADMIN_GRPC_OFFSET < 65536 and _is_free(ports["admin"] + _ADMIN_GRPC_OFFSET):
-            return ports
-    raise Temporary("no free ports on 127.0.0.1 for the object store", hint="end what holds them and run again")
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-        return True
-
-
 def _write_private(path: Path, document: dict[str, Any]) -> None:
     temporary = path.with_suffix(".new")
     temporary.unlink(missing_ok=True)
@@ -317,5 +318,10 @@ def _write_private(path: Path, document: dict[str, Any]) -> None:
     temporary.replace(path)
 
 
-def _tail(log: Path) -> str:
-    return " | ".join(log.read_text(errors="replace").splitlines()[-5:]) if log.exists() else "none"
+def _reason(log: Path, written: int) -> str:
+    """What weed says made it end, or its last lines. A fatal line is followed by the stack of each goroutine."""
+    with log.open("rb") as file:
+        file.seek(written)
+        lines = file.read().decode(errors="replace").splitlines()
+    fatal = next((line for line in lines if _FATAL.match(line)), None)
+    return fatal or " | ".join(line.strip() for line in lines[-5:]) or "nothing"

@@ -165,6 +165,11 @@ class RolloutConfig(Section):
     stop: list[str] = identity(default_factory=list)
     """Texts that end a completion, besides the end-of-sequence token of the tokenizer."""
 
+    partials: Literal["drop", "resume"] = Field("drop")
+    """What becomes of the tokens of an answer that an engine aborts (`reload.pause: abort`, a shutdown). `drop`: the sample is
+    drawn anew, and is what it would have been. `resume`: they are kept, each with the version that drew it, and the rest is
+    asked for; with `abort`ed long answers nothing is drawn twice, but the sample depends on when it was aborted."""
+
     concurrency: int = Field(64, ge=1, le=4096)
     """Requests in flight per rollout pod."""
 

@@ -3,6 +3,7 @@
 from colchis.components.rollout.engines import Engine, Engines, EngineStatus
 from colchis.components.rollout.groups import PromptGroup, RolloutStats, rollout_groups
 from colchis.components.rollout.sampling import Sampling, sampling_seed
+from colchis.components.rollout.versions import Wanted
 
 __all__ = [
     "Engine",
@@ -11,6 +12,7 @@ __all__ = [
     "PromptGroup",
     "RolloutStats",
     "Sampling",
+    "Wanted",
     "rollout_groups",
     "sampling_seed",
 ]

@@ -18,8 +18,9 @@ import httpx
 import numpy as np
 
 from colchis.components.errors import BadConfig, BadData
-from colchis.components.records.trajectories import LOGPROB_SLACK
+from colchis.components.records.trajectories import LOGPROB_SLACK, VersionSpan
 from colchis.components.rollout.engines import Engine
+from colchis.components.rollout.versions import Wanted
 
 
 class Fault(StrEnum):
@@ -39,19 +40,29 @@ class Refusal:
 
     fault: Fault
     detail: str
+    partial: Piece | None = None
+    """What the engine had drawn when it aborted the request: good tokens of an answer that is not finished."""
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One accepted model turn. `token_ids` and `logprobs` have equal length, at least 1."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Tokens that passed every check. `token_ids` and `logprobs` have equal length, at least 1."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+    versions: tuple[VersionSpan, ...]
+    """Cover all tokens, counted from the first of them."""
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion(Piece):
+    """One accepted model turn."""
+
     finish_reason: str
     """`stop` or `length`."""
     stop_text: str | None
     """The stop text that ended it, when one did."""
-    cached_tokens: int
 
 
 async def generate(
@@ -60,7 +71,7 @@ async def generate(
     inputs: Sequence[Sequence[int]],
     parameters: Sequence[dict[str, Any]],
     *,
-    version: int,
+    wanted: Wanted,
     timeout_s: float,
 ) -> list[Completion | Refusal]:
     """One batched request: `inputs[i]` sampled with `parameters[i]`. Never raises for what another engine may do
@@ -79,7 +90,7 @@ async def generate(
     except httpx.HTTPError as e:
         return _all(inputs, Fault.CONNECTION, f"{type(e).__name__} {e}".strip())
     if answer.status_code == 400:
-        raise BadData(f"the engine refuses a request of version {version}: {_message(answer)}", where=engine.url)
+        raise BadData(f"the engine refuses a request of {wanted}: {_message(answer)}", where=engine.url)
     if answer.status_code in (401, 403):
         raise BadConfig(f"the engine wants a key (HTTP {answer.status_code})", where=engine.url)
     if answer.status_code != 200:
@@ -90,7 +101,7 @@ async def generate(
         return _all(inputs, Fault.MALFORMED, "the answer is not JSON")
     if not isinstance(items, list) or len(items) != len(inputs):
         return _all(inputs, Fault.MALFORMED, f"expected a list of {len(inputs)} samples")
-    return [_checked(item, version, int(p["max_new_tokens"])) for item, p in zip(items, parameters, strict=True)]
+    return [_checked(item, wanted, int(p["max_new_tokens"])) for item, p in zip(items, parameters, strict=True)]
 
 
 def _all(inputs: Sequence[Sequence[int]], fault: Fault, detail: str) -> list[Completion | Refusal]:
@@ -107,30 +118,55 @@ def _message(answer: httpx.Response) -> str:
     return " ".join(str(text).split())[:300]
 
 
-def _checked(item: Any, version: int, max_new_tokens: int) -> Completion | Refusal:
+def _checked(item: Any, wanted: Wanted, max_new_tokens: int) -> Completion | Refusal:
     try:
-        return _parse(item, version, max_new_tokens)
+        return _parse(item, wanted, max_new_tokens)
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as e:
         return Refusal(Fault.MALFORMED, f"unexpected answer ({type(e).__name__}: {e})")
 
 
-def _parse(item: Any, version: int, max_new_tokens: int) -> Completion | Refusal:
-    meta = item["meta_info"]
-    finish = meta["finish_reason"]
+def _parse(item: Any, wanted: Wanted, max_new_tokens: int) -> Completion | Refusal:
+    finish = item["meta_info"]["finish_reason"]
     kind = str(finish["type"])
     if kind == "abort":
-        return Refusal(Fault.ABORTED, f"aborted: {finish.get('message', '')}")
+        return _aborted(item, wanted, max_new_tokens, f"aborted: {finish.get('message', '')}")
+    piece = _piece(item, wanted, max_new_tokens)
+    if isinstance(piece, Refusal):
+        return piece
+    if kind not in ("stop", "length"):
+        return Refusal(Fault.MALFORMED, f"unknown finish_reason '{kind}'")
+    matched = finish.get("matched")
+    return Completion(
+        token_ids=piece.token_ids,
+        logprobs=piece.logprobs,
+        versions=piece.versions,
+        cached_tokens=piece.cached_tokens,
+        finish_reason=kind,
+        stop_text=matched if isinstance(matched, str) else None,
+    )
+
+
+def _aborted(item: Any, wanted: Wanted, max_new_tokens: int, detail: str) -> Refusal:
+    """An abort, with what was drawn before it where that can be believed."""
+    try:
+        piece = _piece(item, wanted, max_new_tokens)
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError):
+        piece = None
+    return Refusal(Fault.ABORTED, detail, piece if isinstance(piece, Piece) else None)
+
+
+def _piece(item: Any, wanted: Wanted, max_new_tokens: int) -> Piece | Refusal:
+    """The checks of tokens, whatever ended them."""
+    meta = item["meta_info"]
     ids = [int(i) for i in item["output_ids"]]
     spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(ids)}]
-    labels = [str(span["version"]) for span in spans] + [str(meta["weight_version"])]
-    other = next((label for label in labels if label != str(version)), None)
+    labels = [str(span["version"]) for span in spans]
+    other = next((label for label in [*labels, str(meta["weight_version"])] if wanted.read(label) is None), None)
     if other is not None:
-        return Refusal(Fault.WRONG_VERSION, f"expected version {version}, found {other}")
+        return Refusal(Fault.WRONG_VERSION, f"expected {wanted}, found {other}")
     bounds = [(int(span["start"]), int(span["end"])) for span in spans]
     if bounds[0][0] != 0 or bounds[-1][1] != len(ids) or any(a[1] != b[0] for a, b in itertools.pairwise(bounds)):
         return Refusal(Fault.MALFORMED, f"weight_versions {bounds} do not cover {len(ids)} tokens")
-    if kind not in ("stop", "length"):
-        return Refusal(Fault.MALFORMED, f"unknown finish_reason '{kind}'")
     if not 1 <= len(ids) <= max_new_tokens:
         return Refusal(Fault.MALFORMED, f"{len(ids)} output tokens, expected 1 to {max_new_tokens}")
     entries = meta["output_token_logprobs"]
@@ -139,11 +175,9 @@ def _parse(item: Any, version: int, max_new_tokens: int) -> Completion | Refusal
     logprobs = tuple(float(np.float32(entry[0])) for entry in entries)
     if not all(math.isfinite(p) and p <= LOGPROB_SLACK for p in logprobs):
         return Refusal(Fault.MALFORMED, "a log-probability is not finite or above 0")
-    matched = finish.get("matched")
-    return Completion(
+    return Piece(
         token_ids=tuple(ids),
         logprobs=logprobs,
-        finish_reason=kind,
-        stop_text=matched if isinstance(matched, str) else None,
+        versions=tuple(VersionSpan(int(v), a, b) for v, (a, b) in zip(labels, bounds, strict=True) if a < b),
         cached_tokens=int(meta.get("cached_tokens") or 0),
     )

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit, urlunsplit
 import httpx
 
 from colchis.components.errors import BadConfig
+from colchis.components.rollout.versions import Wanted
 
 STATUS_TIMEOUT_S = 3.0
 FRESH_S = 5.0
@@ -147,10 +148,10 @@ async def _ask_engine(client: httpx.AsyncClient, url: str) -> EngineStatus:
 
 
 class Balance:
-    """Hands out the least-loaded engine that is ready at `version`."""
+    """Hands out the least-loaded engine that is ready at a wanted version."""
 
-    def __init__(self, engines: Engines, client: httpx.AsyncClient, version: int) -> None:
-        self.engines, self.client, self.version = engines, client, version
+    def __init__(self, engines: Engines, client: httpx.AsyncClient, wanted: Wanted) -> None:
+        self.engines, self.client, self.wanted = engines, client, wanted
         self.last: list[EngineStatus] = []
         self._load: Counter[str] = Counter()
         self._suspect_until: dict[str, float] = {}
@@ -163,7 +164,7 @@ class Balance:
         wait_s = 0.1
         while True:
             await self._ask_again_if_old()
-            ready = [s.engine for s in self.last if s.ready and s.version == self.version]
+            ready = [s.engine for s in self.last if s.ready and self.wanted.accepts(s.version)]
             if ready:
                 now = time.monotonic()
                 engine = min(

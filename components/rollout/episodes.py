@@ -94,9 +94,7 @@ class Sample:
         self.loss_mask = [False] * len(self.prompt_ids)
         self.logprobs = [0.0] * len(self.prompt_ids)
 
-    def append_turn(
-        self, completion: Completion, *, engine: Engine, version: int, seconds: float, tokenizer: Tokenizer
-    ) -> ModelTurn:
+    def append_turn(self, completion: Completion, *, engine: Engine, seconds: float, tokenizer: Tokenizer) -> ModelTurn:
         """Append what the policy drew, all of it trained."""
         start, end = len(self.token_ids), len(self.token_ids) + len(completion.token_ids)
         text = tokenizer.decode(completion.token_ids)
@@ -105,13 +103,17 @@ class Sample:
         self.token_ids += completion.token_ids
         self.loss_mask += [True] * len(completion.token_ids)
         self.logprobs += completion.logprobs
-        self.versions.append(VersionSpan(version, start, end))
+        self.versions += [VersionSpan(v.version, start + v.start, start + v.end) for v in completion.versions]
         self.segments.append(Segment(SegmentKind.MODEL, start, end, seconds, text))
         self.cached_tokens += completion.cached_tokens
         self.finish_reason = completion.finish_reason
+        self.drawn_by(engine)
+        return ModelTurn(text, completion.token_ids, completion.finish_reason)
+
+    def drawn_by(self, engine: Engine) -> None:
+        """Record who drew tokens of it."""
         if engine.id not in self.engines:
             self.engines.append(engine.id)
-        return ModelTurn(text, completion.token_ids, completion.finish_reason)
 
     async def answer(
         self, turn: ModelTurn, *, last: bool, room_tokens: int, tokenizer: Tokenizer, timeout_s: float

@@ -6,7 +6,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,12 +19,14 @@ from colchis.components.environments import Environment, Episode, ModelTurn, Tex
 from colchis.components.errors import BadData, ColchisError, PeerUnavailable
 from colchis.components.http_client import pool_client
 from colchis.components.records.rows import Row
-from colchis.components.records.trajectories import Trajectory, trajectory_id
+from colchis.components.records.trajectories import SegmentKind, Trajectory, trajectory_id
 from colchis.components.rollout import standstill
 from colchis.components.rollout.client import Completion, Fault, Refusal, generate
-from colchis.components.rollout.engines import Balance, Engines
+from colchis.components.rollout.engines import Balance, Engine, Engines
 from colchis.components.rollout.episodes import Sample, in_thread
+from colchis.components.rollout.partials import Partial
 from colchis.components.rollout.sampling import Sampling, sampling_seed
+from colchis.components.rollout.versions import Wanted
 
 MAX_FAILURES = 10
 """Failed requests for one turn of one group, after which the shard gives up. Waiting for a ready engine counts none."""
@@ -57,6 +59,8 @@ class RolloutStats:
     requests: int
     faults: dict[str, int]
     """Samples that were asked for again, by fault."""
+    resumed_tokens: int
+    """Of aborted answers, kept."""
     finish_reasons: dict[str, int]
     engines: dict[str, int]
     """Requests answered by each engine."""
@@ -75,6 +79,7 @@ class _Tally:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     faults: Counter[str] = field(default_factory=Counter)
+    resumed_tokens: int = 0
     finish_reasons: Counter[str] = field(default_factory=Counter)
     engines: Counter[str] = field(default_factory=Counter)
     request_s: list[float] = field(default_factory=list)
@@ -87,7 +92,7 @@ async def rollout_groups(
     *,
     run: str,
     iteration: int,
-    version: int,
+    wanted: Wanted,
     groups: Sequence[PromptGroup],
     engines: Engines,
     environment: Environment,
@@ -95,18 +100,18 @@ async def rollout_groups(
     on_group: Callable[[list[Trajectory]], None],
     sampling: Sampling | None = None,
 ) -> RolloutStats:
-    """Generate all groups under policy `version`. `on_group` gets each finished group, in a thread, one at a time, so
+    """Generate all groups under the `wanted` policy. `on_group` gets each finished group, in a thread, one at a time, so
     that it may store it; a group is complete or absent. `sampling`: unset, as the configuration says.
 
     PeerUnavailable past `rollout.deadline_s` or when one group fails too often; BadData when an engine refuses a prompt
     or the environment cannot start an episode. Groups handed over before an error are good.
     """
     work = _Rollout(
-        config, run, iteration, version, environment, model, on_group, sampling or Sampling.of(config.rollout)
+        config, run, iteration, wanted, environment, model, on_group, sampling or Sampling.of(config.rollout)
     )
     began = time.monotonic()
     async with pool_client(keepalive=config.rollout.concurrency) as client:
-        work.client, work.balance = client, Balance(engines, client, version)
+        work.client, work.balance = client, Balance(engines, client, wanted)
         try:
             async with (
                 _bounded(config),
@@ -119,7 +124,7 @@ async def rollout_groups(
             if not deadline.expired():
                 raise
             raise PeerUnavailable(
-                f"rollout of version {version}: {work.tally.groups} of {len(groups)} groups within "
+                f"rollout of {wanted}: {work.tally.groups} of {len(groups)} groups within "
                 f"{config.rollout.deadline_s:g} s (engines: {work.balance.describe()}; faults: "
                 f"{dict(work.tally.faults) or 'none'}{'; last: ' + work.tally.last_fault if work.tally.last_fault else ''})",
                 where=f"{run}/{iteration}",
@@ -163,13 +168,13 @@ class _Rollout:
         config: RunConfig,
         run: str,
         iteration: int,
-        version: int,
+        wanted: Wanted,
         environment: Environment,
         model: TextModel,
         on_group: Callable[[list[Trajectory]], None],
         sampling: Sampling,
     ) -> None:
-        self.config, self.run, self.iteration, self.version = config, run, iteration, version
+        self.config, self.run, self.iteration, self.wanted = config, run, iteration, wanted
         self.environment, self.tokenizer, self.on_group, self.sampling = (
             environment,
             model.tokenizer,
@@ -243,46 +248,39 @@ class _Rollout:
     async def _turn(self, samples: list[Sample], group: PromptGroup, turn: int) -> None:
         """One model turn of every open sample, then the environment's replies, all at once."""
         missing = {s.number: s for s in samples}
+        partials = {s.number: Partial() for s in samples}
         turns: dict[int, ModelTurn] = {}
         avoid: set[str] = set()
         failures = 0
+        began = time.monotonic()
         while missing:
             asked = list(missing.values())
             prefer = asked[0].engines[-1] if asked[0].engines else None
             engine = await self.balance.take(len(asked), prefer=prefer, avoid=avoid)
-            began = time.monotonic()
-            ok = False
-            try:
-                answers = await generate(
-                    self.client,
-                    engine,
-                    [s.token_ids for s in asked],
-                    [self.sampling.parameters(self._seed(s, group.row, turn)) for s in asked],
-                    version=self.version,
-                    timeout_s=self.config.rollout.request_timeout_s,
-                )
-                ok = all(isinstance(a, Completion) for a in answers)
-            finally:
-                self.balance.give_back(engine, len(asked), failed=not ok)
-            seconds = time.monotonic() - began
-            self.tally.request_s.append(seconds)
-            self.tally.engines[engine.id] += 1
+            answers = await self._ask(engine, asked, partials, group.row, turn)
+            progress = False
             for sample, answer in zip(asked, answers, strict=True):
+                partial = partials[sample.number]
                 if isinstance(answer, Refusal):
-                    self.tally.faults[answer.fault] += 1
-                    self.tally.last_fault = f"{engine.id}: {answer.detail}"
-                    continue
-                turns[sample.number] = sample.append_turn(
-                    answer, engine=engine, version=self.version, seconds=seconds, tokenizer=self.tokenizer
-                )
-                del missing[sample.number]
+                    progress |= self._refused(engine, answer, sample, partial)
+                    last = partial.if_full(self.sampling.max_new_tokens)
+                else:
+                    last = answer
+                if last is not None:
+                    turns[sample.number] = sample.append_turn(
+                        partial.finish(last, self.sampling.stop, self.tokenizer),
+                        engine=engine,
+                        seconds=time.monotonic() - began,
+                        tokenizer=self.tokenizer,
+                    )
+                    del missing[sample.number]
             if missing:
-                failures += 1
+                failures = 0 if progress else failures + 1
                 avoid.add(engine.id)
                 if failures >= MAX_FAILURES:
                     raise PeerUnavailable(
-                        f"row {group.row.index}, turn {turn}: {failures} requests to engines of version {self.version} "
-                        f"failed (last: {self.tally.last_fault}; faults: {dict(self.tally.faults)})",
+                        f"row {group.row.index}, turn {turn}: {failures} requests to engines of {self.wanted} failed "
+                        f"(last: {self.tally.last_fault}; faults: {dict(self.tally.faults)})",
                         where=f"{self.run}/{self.iteration}",
                         hint="look at the engines' logs",
                     )
@@ -290,8 +288,45 @@ class _Rollout:
                 await asyncio.sleep(_pause_s(failures, outage=outage))
         await self._replies(samples, turns, last=turn + 1 == self.config.rollout.max_turns)
 
-    def _seed(self, sample: Sample, row: Row, turn: int) -> int:
-        return sampling_seed(self.config.loop.seed, self.iteration, row.index, sample.number, turn)
+    async def _ask(
+        self, engine: Engine, asked: Sequence[Sample], partials: Mapping[int, Partial], row: Row, turn: int
+    ) -> list[Completion | Refusal]:
+        """One request for what is missing of each sample's turn."""
+        drawn = [partials[s.number].token_ids for s in asked]
+        began = time.monotonic()
+        ok = False
+        try:
+            answers = await generate(
+                self.client,
+                engine,
+                [s.token_ids + ids for s, ids in zip(asked, drawn, strict=True)],
+                [
+                    self.sampling.parameters(self._seed(s, row, turn, len(ids)), drawn=len(ids))
+                    for s, ids in zip(asked, drawn, strict=True)
+                ],
+                wanted=self.wanted,
+                timeout_s=self.config.rollout.request_timeout_s,
+            )
+            ok = all(isinstance(a, Completion) for a in answers)
+        finally:
+            self.balance.give_back(engine, len(asked), failed=not ok)
+        self.tally.request_s.append(time.monotonic() - began)
+        self.tally.engines[engine.id] += 1
+        return answers
+
+    def _refused(self, engine: Engine, refusal: Refusal, sample: Sample, partial: Partial) -> bool:
+        """Count it; keep what can be kept of it. Whether something was."""
+        self.tally.faults[refusal.fault] += 1
+        self.tally.last_fault = f"{engine.id}: {refusal.detail}"
+        if refusal.partial is None or self.config.rollout.partials == "drop":
+            return False
+        partial.keep(refusal.partial)
+        sample.drawn_by(engine)
+        self.tally.resumed_tokens += len(refusal.partial.token_ids)
+        return True
+
+    def _seed(self, sample: Sample, row: Row, turn: int, drawn: int) -> int:
+        return sampling_seed(self.config.loop.seed, self.iteration, row.index, sample.number, turn, drawn=drawn)
 
     async def _replies(self, samples: list[Sample], turns: dict[int, ModelTurn], *, last: bool) -> None:
         longest = self.longest_tokens - self.sampling.max_new_tokens
@@ -314,7 +349,7 @@ class _Rollout:
         tally.groups += 1
         tally.samples += len(trajectories)
         for t in trajectories:
-            tally.turns += len(t.versions)
+            tally.turns += sum(s.kind is SegmentKind.MODEL for s in t.segments)
             tally.tokens += t.trained_tokens
             tally.prompt_tokens += t.prompt_tokens
             tally.cached_tokens += t.cached_tokens
@@ -331,6 +366,7 @@ class _Rollout:
             cached_tokens=tally.cached_tokens,
             requests=len(tally.request_s),
             faults=dict(tally.faults),
+            resumed_tokens=tally.resumed_tokens,
             finish_reasons=dict(tally.finish_reasons),
             engines=dict(tally.engines),
             request_p95_s=float(np.quantile(tally.request_s, 0.95)) if tally.request_s else 0.0,

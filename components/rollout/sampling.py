@@ -45,10 +45,10 @@ class Sampling:
             stop=tuple(config.stop),
         )
 
-    def parameters(self, seed: int) -> dict[str, Any]:
-        """SGLang's `sampling_params` of one sample."""
+    def parameters(self, seed: int, *, drawn: int = 0) -> dict[str, Any]:
+        """SGLang's `sampling_params` of one sample, of which `drawn` tokens are there already."""
         parameters: dict[str, Any] = {
-            "max_new_tokens": self.max_new_tokens,
+            "max_new_tokens": self.max_new_tokens - drawn,
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
@@ -61,9 +61,10 @@ class Sampling:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def sampling_seed(seed: int, iteration: int, prompt_index: int, sample: int, turn: int = 0) -> int:
+def sampling_seed(seed: int, iteration: int, prompt_index: int, sample: int, turn: int = 0, *, drawn: int = 0) -> int:
     """Seed of one sample's draws in [0, 2^31): a function of names alone, so that a repeated shard, another number of
-    shards or another engine draws the same. Later turns get seeds of their own, else an engine that counts its draws
-    from the start of a request would repeat the first turn's."""
-    name = f"{seed}/{iteration}/{prompt_index}/{sample}" + (f"/{turn}" if turn else "")
+    shards or another engine draws the same. Later turns, and what follows `drawn` tokens of an aborted one, get seeds of
+    their own, else an engine that counts its draws from the start of a request would repeat earlier ones."""
+    name = f"{seed}/{iteration}/{prompt_index}/{sample}" + (f"/{turn}" if turn or drawn else "")
+    name += f"+{drawn}" if drawn else ""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 2**31

@@ -16,7 +16,7 @@ from colchis.components.records import trajectories as trajectory_records
 from colchis.components.records import verdicts as verdict_records
 from colchis.components.records.iteration import Evaluation
 from colchis.components.records.trajectories import Trajectory
-from colchis.components.rollout import Engines, PromptGroup, Sampling, rollout_groups
+from colchis.components.rollout import Engines, PromptGroup, Sampling, Wanted, rollout_groups
 from colchis.components.stages.admit import stopped
 from colchis.components.stages.context import Progress, Stage, Stopwatch, scratch, stage_command
 
@@ -58,7 +58,7 @@ def evaluate(stage: Stage, version: int) -> None:
                 config,
                 run=stage.run,
                 iteration=version,
-                version=version,
+                wanted=Wanted.exactly(version),
                 groups=[PromptGroup(group=g, row=row) for g, row in enumerate(rows)],
                 engines=Engines.from_environment(),
                 environment=open_environment(config.environment),

@@ -18,7 +18,7 @@ from colchis.components.records import trajectories as trajectory_records
 from colchis.components.records import verdicts as verdict_records
 from colchis.components.records.iteration import Admission
 from colchis.components.records.trajectories import Trajectory
-from colchis.components.rollout import Engines, PromptGroup, rollout_groups
+from colchis.components.rollout import Engines, PromptGroup, Wanted, rollout_groups
 from colchis.components.stages.admit import admit, decided
 from colchis.components.stages.context import Progress, Stage, Stopwatch, scratch, stage_command
 from colchis.components.store import Attempt, StageKey
@@ -74,7 +74,7 @@ def generate_shard(stage: Stage, admission: Admission, shard: int) -> None:
                     config,
                     run=stage.run,
                     iteration=admission.iteration,
-                    version=admission.version,
+                    wanted=Wanted.exactly(admission.version),
                     groups=groups,
                     engines=engines,
                     environment=environment,

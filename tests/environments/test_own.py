@@ -17,7 +17,7 @@ from colchis.components.errors import BadConfig, BadData
 from colchis.components.grader import grade
 from colchis.components.records.trajectories import Segment, SegmentKind, Trajectory, VersionSpan
 from colchis.components.records.verdicts import Reason
-from colchis.components.rollout import Engines, PromptGroup, rollout_groups
+from colchis.components.rollout import Engines, PromptGroup, Wanted, rollout_groups
 from tests.rollout.conftest import character_tokenizer
 from tests.rollout.fault_server import FaultServer
 
@@ -85,7 +85,7 @@ def play(config, says, row):
                 config,
                 run="r",
                 iteration=0,
-                version=0,
+                wanted=Wanted.exactly(0),
                 groups=[PromptGroup(0, row)],
                 engines=Engines.at([server.url]),
                 environment=open_environment(config.environment),

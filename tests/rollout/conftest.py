@@ -12,7 +12,7 @@ from tokenizers import decoders, models
 from colchis.components.config import parse
 from colchis.components.environments import SingleTurn, TextModel, Tokenizer
 from colchis.components.records.rows import Row, Rows, Split
-from colchis.components.rollout import PromptGroup, rollout_groups
+from colchis.components.rollout import PromptGroup, Wanted, rollout_groups
 
 ALPHABET = string.digits + string.ascii_lowercase + "+-*= ?!.,:()[]\n"
 
@@ -29,6 +29,9 @@ def character_tokenizer() -> tokenizers.Tokenizer:
 @pytest.fixture
 def tokenizer() -> Tokenizer:
     return Tokenizer(character_tokenizer())
+
+
+VERSION_3 = Wanted.exactly(3)
 
 
 class Echo:
@@ -63,7 +66,7 @@ def generate(tokenizer):
         sampling=None,
         on_group=None,
         iteration=3,
-        version=3,
+        wanted=VERSION_3,
         context_tokens=None,
         **rollout,
     ):
@@ -82,7 +85,7 @@ def generate(tokenizer):
                 config,
                 run="team/r1",
                 iteration=iteration,
-                version=version,
+                wanted=wanted,
                 groups=[PromptGroup(g, ROWS[g + 1]) for g in range(groups)],
                 engines=engines,
                 environment=environment or Echo(),

@@ -134,6 +134,13 @@ class FaultServer:
                 good.pop()
             case "abort":
                 meta["finish_reason"] = {"type": "abort", "message": "paused"}
+            case "abort halfway" | "abort at the end" | "abort of another version" | "abort with nan":
+                n = len(good[0]["output_ids"]) if fault == "abort at the end" else 1
+                good[0]["output_ids"] = [FIRST] * n
+                meta["output_token_logprobs"] = [[float("nan") if "nan" in fault else -0.25, FIRST, None]] * n
+                meta["finish_reason"] = {"type": "abort", "message": "paused"}
+                if "another version" in fault:
+                    meta["weight_versions"] = [{"version": "2", "start": 0, "end": n}]
             case "wrong version":
                 meta["weight_version"] = "2"
             case "changed version":

@@ -1,0 +1,146 @@
+"""The rollout's own client through an update of the weights: which version drew which token, on either engine."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from colchis.components.config import parse
+from colchis.components.environments import SingleTurn, TextModel
+from colchis.components.records.rows import Row, Split
+from colchis.components.records.trajectories import Trajectory
+from colchis.components.rollout import Engines, PromptGroup, RolloutStats, Sampling, Wanted, rollout_groups
+from tests.contract.test_control import pause, resume
+from tests.engine.processes import EngineProcess, wait_for
+from tests.engine.test_logprobs import reference
+
+TOKENS, SAMPLES = 600, 4
+
+
+class Prompt(SingleTurn):
+    """Token ids, so that nothing depends on a tokenizer."""
+
+    def prompt(self) -> list[int]:
+        return [5, 3, 8]
+
+
+class Environment:
+    """One turn."""
+
+    version = "1"
+
+    def prompts(self) -> list[Row]:
+        return []
+
+    def start(self, row: Row, seed: int) -> Prompt:
+        return Prompt(row)
+
+
+class Endless(Sampling):
+    """Every answer has all its tokens, so that an update meets it."""
+
+    def parameters(self, seed: int, *, drawn: int = 0) -> dict[str, Any]:
+        return super().parameters(seed, drawn=drawn) | {"ignore_eos": True}
+
+
+Result = tuple[list[Trajectory], RolloutStats]
+
+
+@contextmanager
+def rolling(engine: EngineProcess, model: Path, wanted: Wanted, partials: str) -> Iterator[Future[Result]]:
+    """A rollout of one group that has begun to draw when the block starts."""
+    config = parse(
+        {
+            "model": {"source": "file:x"},
+            "environment": {"kind": "own", "name": "x"},
+            "rollout": {"prompts": 1, "group_size": SAMPLES, "max_new_tokens": TOKENS, "partials": partials},
+            "trainer": {"micro_batch_tokens": 1024},
+        }
+    )
+    groups: list[list[Trajectory]] = []
+
+    def roll() -> Result:
+        stats = asyncio.run(
+            rollout_groups(
+                config,
+                run="r",
+                iteration=0,
+                wanted=wanted,
+                groups=[PromptGroup(0, Row(0, "", "", Split.TRAIN))],
+                engines=Engines.at([engine.url]),
+                environment=Environment(),
+                model=TextModel.from_folder(model),
+                on_group=groups.append,
+                sampling=Endless.of(config.rollout),
+            )
+        )
+        return groups[0], stats
+
+    before = engine.metric("generation_tokens_total")
+    with ThreadPoolExecutor(1) as pool:
+        rolled = pool.submit(roll)
+        running = threading.Event()
+
+        def begun() -> bool:
+            if rolled.done():
+                rolled.result()
+            return engine.metric("num_running_reqs") > 0 or engine.metric("generation_tokens_total") > before
+
+        wait_for(begun)
+        running.wait(0.15)
+        yield rolled
+
+
+def check(trajectory: Trajectory, models: dict[int, Path]) -> None:
+    """Every token has the log-probability that the version of its span gives it."""
+    for span in trajectory.versions:
+        expected = reference(models[span.version], trajectory.token_ids)
+        for at in range(span.start, span.end):
+            found = float(expected[at - 1, trajectory.token_ids[at]])
+            assert trajectory.logprobs[at] == pytest.approx(found, abs=5e-5), (span, at)
+
+
+@pytest.mark.parametrize(("mode", "partials"), [("retract", "drop"), ("abort", "resume")])
+def test_an_update_in_the_middle_is_told_token_by_token(
+    engine: EngineProcess, models: dict[str, Path], mode: str, partials: str
+) -> None:
+    """Fault: tokens lost, drawn twice, or said to be of a version that did not draw them."""
+    with rolling(engine, models["qwen2_a"], Wanted.at_least(0), partials) as rolled:
+        pause(engine, mode)
+        assert engine.update(models["qwen2_b"], weight_version="1", flush_cache=True).status_code == 200
+        resume(engine)
+        group, stats = rolled.result(120)
+    assert len(group) == SAMPLES
+    by_version: dict[int, Any] = {0: models["qwen2_a"], 1: models["qwen2_b"]}
+    changed = [t for t in group if [v.version for v in t.versions] == [0, 1]]
+    assert changed, "the update met no sample; their spans: " + str([t.versions for t in group])
+    for t in group:
+        assert (t.versions[0].start, t.versions[-1].end) == (3, len(t.token_ids))
+        assert all(a.end == b.start for a, b in zip(t.versions, t.versions[1:], strict=False))
+        check(t, by_version)
+    assert (stats.resumed_tokens > 0) == (mode == "abort")
+    if mode == "retract":
+        assert stats.requests == 1, "nothing was asked for twice"
+
+
+def test_exactly_one_version_refuses_what_an_update_split(engine: EngineProcess, models: dict[str, Path]) -> None:
+    """Fault: a sample half of another policy in a synchronous run."""
+    with rolling(engine, models["qwen2_a"], Wanted.exactly(0), "resume") as rolled:
+        pause(engine, "retract")
+        assert engine.update(models["qwen2_b"], weight_version="1", flush_cache=True).status_code == 200
+        resume(engine)
+        wait_for(lambda: engine.metric("num_running_reqs") == 0, 60)
+        assert not rolled.done(), "no engine serves version 0 now, so it waits"
+        assert engine.update(models["qwen2_a"], weight_version="0", flush_cache=True).status_code == 200
+        group, stats = rolled.result(120)
+    assert [[v.version for v in t.versions] for t in group] == [[0]] * SAMPLES
+    assert stats.faults.get("wrong_version", 0) >= 1
+    for t in group:
+        check(t, {0: models["qwen2_a"]})

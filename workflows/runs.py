@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from colchis.components.config import RunConfig
+from colchis.components.config import RunConfig, TrainerConfig
 from colchis.components.errors import BadConfig, BadData
 from colchis.components.records.run import StopWish
 from colchis.components.report import find_summary, known_run
@@ -67,7 +67,8 @@ def run_locally(
     `on_end` are called while these are up."""
     templates = read_templates(run.manifests)
     model = model_folder(run.config, run.source)
-    with services(home, f"colchis run {run.run}", run.pool, run.engines, run.kind, model=model) as (store, pool):
+    purpose, trainer = f"colchis run {run.run}", run.config.trainer
+    with services(home, purpose, run.pool, run.engines, run.kind, model=model, trainer=trainer) as (store, pool):
         config = pin_files(run.config, run.source, store)
         with held_run(store, run.run):
             on_store(store)
@@ -85,6 +86,7 @@ def services(
     kind: str | None = None,
     *,
     model: Path | None = None,
+    trainer: TrainerConfig | None = None,
     keep: bool = False,
 ) -> Iterator[tuple[Store, Pool]]:
     """Store and pool: those that `colchis up` keeps for this home, or new ones for as long as the block lasts.
@@ -110,6 +112,7 @@ def services(
                 folder=home.pools,
                 store_environment=store.settings.to_environment(),
                 model=model,
+                trainer=trainer,
             ) as pool,
             home.announced({**store.settings.to_environment(), **pool_environment(pool), **kept_as}, kept=keep),
         ):

@@ -16,8 +16,10 @@ from typing import Literal
 
 from colchis.components.agent.engine import Engine, EngineChecksums, EngineFacts, PauseMode
 from colchis.components.agent.pause import PauseLease
+from colchis.components.agent.shelf import StagedAdapter
 from colchis.components.agent.staging import Staged, Staging
 from colchis.components.errors import BadData, ColchisError, PeerUnavailable
+from colchis.components.records.weights import WeightsManifest
 from colchis.components.weights.checksums import Prediction
 from colchis.components.weights.deadline import Deadline
 from colchis.components.weights.protocol import Activate, Activated
@@ -44,6 +46,23 @@ class Served:
     checksum: str
     """Over the engine's own tensors."""
     proof: Activated
+    adapter: StagedAdapter | None = None
+    """What makes another version of the one that is loaded, `staged`."""
+
+    @property
+    def prepared(self) -> Staged | StagedAdapter:
+        """What `prepare` staged of it."""
+        return self.adapter or self.staged
+
+    @property
+    def manifest(self) -> WeightsManifest:
+        """Of the version that is served."""
+        return self.adapter.manifest if self.adapter else self.staged.manifest
+
+    @property
+    def name(self) -> str | None:
+        """What a request gives to be answered by that version, where it has to."""
+        return self.adapter.name if self.adapter else None
 
 
 @dataclass(frozen=True)
@@ -133,7 +152,7 @@ class Activation:
             raise ActivationFailed(error, None) from error
         proof = Activated(
             version=manifest.version,
-            previous=previous.staged.manifest.version if previous else None,
+            previous=previous.manifest.version if previous else None,
             weights_digest=manifest.weights_digest,
             pause_s=pause_s,
             load_s=loaded.seconds,
@@ -264,7 +283,7 @@ class Activation:
             if self.engine.facts(grace.left_s()).start != before.facts.start:
                 return None
             self.staging.swap(previous.staged)
-            self.engine.set_label(str(previous.staged.manifest.version), grace.left_s())
+            self.engine.set_label(str(previous.manifest.version), grace.left_s())
         except ColchisError:
             return None  # not proven; the error that brought us here is the one to report
         return previous

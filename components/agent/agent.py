@@ -6,21 +6,24 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from colchis.components.agent.activation import Activation, ActivationFailed, Served
+from colchis.components.agent.adapter_activation import AdapterActivation
 from colchis.components.agent.belief import Belief
 from colchis.components.agent.cache import NodeCache
-from colchis.components.agent.engine import Engine
+from colchis.components.agent.engine import Engine, EngineFacts
 from colchis.components.agent.pause import PauseLease
-from colchis.components.agent.staging import Staged, Staging
+from colchis.components.agent.shelf import Shelf, StagedAdapter
+from colchis.components.agent.staging import Place, Staged, Staging
 from colchis.components.errors import BadConfig, BadData, ColchisError, PeerUnavailable, Temporary
 from colchis.components.logs import event
 from colchis.components.records.run import Serving
-from colchis.components.store import Store, StoreSettings, keys
+from colchis.components.records.weights import Adapter, WeightsManifest
+from colchis.components.store import Store, StoreSettings, Transfer, keys
 from colchis.components.store.pools import run_of_pool
 from colchis.components.weights.deadline import Deadline
 from colchis.components.weights.fetch import TransferSummary
@@ -37,6 +40,7 @@ from colchis.components.weights.protocol import (
     Verified,
     Verify,
 )
+from colchis.components.weights.publish import read_manifest
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +104,8 @@ class Agent:
         cache = NodeCache(settings.cache, budget_bytes=settings.cache_bytes) if settings.cache else None
         self.staging = Staging(settings.staging, budget_bytes=settings.budget_bytes, cache=cache)
         self.lease = PauseLease(self.engine, self.staging.folder)
-        self._belief = Belief(self.engine, self.staging)
+        self.shelf = Shelf(self.staging.folder / "adapters")
+        self._belief = Belief(self.engine, self.staging, self.shelf)
         self._engine_lock = threading.Lock()
         self._activating = threading.Event()
         self.stopping = threading.Event()
@@ -119,16 +124,30 @@ class Agent:
     # What it is asked to do
 
     def prepare(self, request: Prepare) -> Prepared:
-        """Boundary 3: fetch a version and verify it as it lies on the disk. Idempotent."""
+        """Boundary 3: fetch a version and verify it as it lies on the disk: whole, or its adapter and what that belongs on
+        where the engine serves adapters. Idempotent."""
         deadline, started = Deadline(request.deadline_s), time.monotonic()
-        keep = self._belief.places
-        with self.staging.locked(request.run, request.version, deadline):
-            staged, repeated = self.staging.fill(self.store, request.run, request.version, keep, deadline)
-        summary = TransferSummary.of(staged.transfers)
-        event(log, "prepared", run=request.run, version=request.version, bytes=summary.bytes, repeated=repeated)
+        run, version = request.run, request.version
+        transfers: list[Transfer] = []
+        with self.staging.locked(run, version, deadline):
+            keep = self._belief.places
+            manifest = read_manifest(self.store, run, version)
+            if manifest.adapter is not None and self._serves(manifest.adapter, deadline):
+                base, repeated = self._stage(run, manifest.adapter.base_version, keep, deadline)
+                transfers += [] if repeated else base.transfers
+                adapter, repeated = self.shelf.fill(self.store, manifest, keep, deadline)
+                transfers += adapter.transfers
+                digest, name = adapter.digest, adapter.name
+            else:
+                staged, repeated = self.staging.fill(self.store, run, version, keep, deadline)
+                transfers += staged.transfers
+                digest, name = staged.digest, None
+        summary = TransferSummary.of(transfers)
+        event(log, "prepared", run=run, version=version, adapter=name, bytes=summary.bytes, repeated=repeated)
         return Prepared(
-            version=request.version,
-            weights_digest=staged.digest,
+            version=version,
+            weights_digest=digest,
+            adapter=name,
             bytes=summary.bytes,
             seconds=time.monotonic() - started,
             mb_per_s=summary.mb_per_s,
@@ -136,15 +155,38 @@ class Agent:
             retries=summary.retries,
             objects=[
                 FetchedObject(key=t.key, bytes=t.bytes, seconds=t.seconds, retries=t.retries, reused=t.reused)
-                for t in staged.transfers
+                for t in transfers
             ],
             repeated=repeated,
         )
+
+    def _stage(self, run: str, version: int, keep: set[Place], deadline: Deadline) -> tuple[Staged, bool]:
+        """A whole version that another one needs. What is staged and untouched is not read again."""
+        with self.staging.locked(run, version, deadline):
+            staged = self.staging.find(run, version)
+            if staged is not None and self.staging.unchanged(staged):
+                return staged, True
+            return self.staging.fill(self.store, run, version, keep, deadline)
+
+    def _serves(self, adapter: Adapter, deadline: Deadline) -> bool:
+        """Whether this engine takes the adapter beside its base; else it gets the two merged."""
+        return self.engine.facts(min(PATIENCE_S, deadline.left_s())).adapter_rank >= adapter.rank
 
     def verify(self, request: Verify) -> Verified:
         """Boundary 2: read the staged copy again under its lock."""
         deadline, started = Deadline(request.deadline_s), time.monotonic()
         with self.staging.locked(request.run, request.version, deadline):
+            adapter = self.shelf.find(request.run, request.version)
+            if adapter is not None:
+                files = self.shelf.reread(adapter).files
+                return Verified(
+                    version=request.version,
+                    weights_digest=adapter.digest,
+                    adapter=adapter.name,
+                    tensors=adapter.tensors,
+                    bytes=sum(f.bytes for f in files),
+                    seconds=time.monotonic() - started,
+                )
             staged = self.staging.reread(self.staging.require(request.run, request.version))
         return Verified(
             version=request.version,
@@ -171,21 +213,21 @@ class Agent:
         state, lost = self.view().state, self._belief.lost  # the look is what notices a restart
         if state is EngineState.UNREACHABLE or (lost is None and state is not EngineState.EMPTY):
             return None
-        declared = self._declared(lost.manifest.run if lost else self._run_of_pool())
+        declared = self._declared(lost.run if lost else self._run_of_pool())
         if declared is None:
             return None
-        if lost is None:
-            self.prepare(Prepare(run=declared.run, version=declared.version, deadline_s=JOIN_DEADLINE_S))
-        elif (declared.version, declared.weights_digest) != (lost.manifest.version, lost.manifest.weights_digest):
+        if lost is not None and (declared.version, declared.weights_digest) != (lost.version, lost.weights_digest):
             return None  # a reload is to bring another version
+        if lost is None or lost.adapter is not None:
+            self.prepare(Prepare(run=declared.run, version=declared.version, deadline_s=JOIN_DEADLINE_S))
         return self._fill(declared, lost)
 
-    def _fill(self, declared: Serving, lost: Staged | None) -> Activated | None:
+    def _fill(self, declared: Serving, lost: WeightsManifest | None) -> Activated | None:
         deadline = Deadline(REFILL_DEADLINE_S)
         with self._one_activation(deadline), self.staging.locked(declared.run, declared.version, deadline):
             if self._belief.lost is not lost or self._belief.served is not None:
                 return None  # a reload came first
-            kind = self.staging.require(declared.run, declared.version).manifest.kind
+            kind = self._staged(declared.run, declared.version).manifest.kind
             request = Activate(run=declared.run, version=declared.version, kind=kind, deadline_s=REFILL_DEADLINE_S)
             event(log, "the engine is filled", run=declared.run, version=declared.version, restarted=lost is not None)
             try:
@@ -203,39 +245,102 @@ class Agent:
         found = self._quick_store.find(keys.serving(run)) if run else None
         return None if found is None or run is None else Serving.from_bytes(found.data, keys.serving(run))
 
+    def _staged(self, run: str, version: int) -> Staged | StagedAdapter:
+        """What was prepared of a version. BadData when nothing was, or it is damaged."""
+        return self.shelf.find(run, version) or self.staging.require(run, version)
+
     def _activate(self, request: Activate, deadline: Deadline) -> Activated:
         """Under the lock of the engine and that of the version."""
-        staged = self.staging.require(request.run, request.version)
+        staged = self._staged(request.run, request.version)
         facts = self.engine.facts(min(PATIENCE_S, deadline.left_s()))
         previous = self._belief.check(facts)
-        if previous is not None and previous.staged == staged and self._belief.failure is None:
+        if previous is not None and previous.prepared == staged and self._belief.failure is None:
             return previous.proof.model_copy(update={"repeated": True})
+        if isinstance(staged, StagedAdapter):
+            served = self._activate_adapter(staged, request, facts, previous, deadline)
+        else:
+            served = self._activate_whole(staged, request, facts, previous, deadline)
+        if previous is not None and previous.manifest != served.manifest:
+            self._belief.previous = previous
+        event(log, "activated", run=request.run, version=request.version, pause_s=round(served.proof.pause_s, 4))
+        return served.proof
+
+    def _activate_whole(
+        self, staged: Staged, request: Activate, facts: EngineFacts, previous: Served | None, deadline: Deadline
+    ) -> Served:
         if not self.staging.unchanged(staged):
             self.staging.reread(staged)
         activation = Activation(
             self.engine,
             self.staging,
             self.lease,
-            live_path=f"{self.settings.engine_staging or self.staging.folder}/{self.staging.live.name}",
+            live_path=self._seen_by_engine(self.staging.live),
             check_in=self._check_in,
         )
+        return self._believed(
+            previous, staged.place, lambda: activation.run(staged, request, facts, previous, deadline)
+        )
+
+    def _activate_adapter(
+        self,
+        adapter: StagedAdapter,
+        request: Activate,
+        facts: EngineFacts,
+        previous: Served | None,
+        deadline: Deadline,
+    ) -> Served:
+        """The adapter into an engine that holds its base; another engine gets the base first, like any whole version."""
+        wanted = adapter.manifest.adapter
+        assert wanted is not None
+        if request.kind != adapter.manifest.kind:
+            raise BadData(
+                f"weights v{request.version} are of kind '{adapter.manifest.kind}', activate asks for '{request.kind}'"
+            )
+        base = previous
+        if (
+            base is None
+            or base.staged.manifest.weights_digest != wanted.base_digest
+            or self._belief.failure is not None
+        ):
+            with self.staging.locked(request.run, wanted.base_version, deadline):
+                staged = self.staging.require(request.run, wanted.base_version)
+                if staged.digest != wanted.base_digest:
+                    raise BadData(
+                        f"the adapter of v{request.version} belongs on {wanted.base_digest[:12]}, v{wanted.base_version} is "
+                        f"{staged.digest[:12]}",
+                        hint="the train commit contradicts itself",
+                    )
+                order = request.model_copy(update={"version": wanted.base_version, "kind": staged.manifest.kind})
+                base = self._activate_whole(staged, order, facts, previous, deadline)
+        activation = AdapterActivation(
+            self.engine,
+            self.shelf,
+            engine_folder=self._seen_by_engine(self.shelf.folder),
+            check_in=self._check_in,
+        )
+        ground = base
+        return self._believed(base, adapter.place, lambda: activation.run(adapter, ground, deadline))
+
+    def _believed(self, previous: Served | None, place: Place, activate: Callable[[], Served]) -> Served:
+        """Run one activation, and believe afterwards what it proved, or what it proved to be left."""
         self._belief.forget()
         try:
-            served = activation.run(staged, request, facts, previous, deadline)
+            served = activate()
         except ActivationFailed as failure:
             self._belief.failure = str(failure.error)
             self._belief.hold(failure.kept)
-            event(log, "activation failed", version=request.version, reason=self._belief.failure)
+            event(log, "activation failed", version=place[1], reason=self._belief.failure)
             raise failure.error from failure
         except ColchisError:
             self._belief.hold(previous)  # refused before the engine was touched
             raise
         self._belief.failure = None
-        if previous is not None and previous.staged.place != staged.place:
-            self._belief.previous = previous
         self._belief.hold(served)
-        event(log, "activated", run=request.run, version=request.version, pause_s=round(served.proof.pause_s, 4))
-        return served.proof
+        return served
+
+    def _seen_by_engine(self, path: Path) -> str:
+        """A path under the staging folder, as the engine has it mounted."""
+        return f"{self.settings.engine_staging or self.staging.folder}/{path.relative_to(self.staging.folder)}"
 
     def probe(self, request: Probe) -> Probed:
         """Log-probabilities of given tokens from the engine itself, ready or not."""
@@ -251,7 +356,9 @@ class Agent:
         logprobs: list[list[float]] = []
         versions: set[str] = set()
         for token_ids in request.token_ids:
-            answer = self.engine.generate(token_ids, logprobs=True, extra_key=None, timeout_s=deadline.left_s())
+            answer = self.engine.generate(
+                token_ids, logprobs=True, extra_key=None, timeout_s=deadline.left_s(), adapter=served.name
+            )
             logprobs.append([value for value in answer.prompt_logprobs[1:] if value is not None])
             versions.add(answer.weight_version)
             if answer.prompt_token_ids != token_ids or len(logprobs[-1]) != len(token_ids) - 1:
@@ -261,7 +368,8 @@ class Agent:
         if len(versions) > 1:
             raise BadData(f"the engine changed its version while it was probed: {', '.join(sorted(versions))}")
         return Probed(
-            version=served.staged.manifest.version,
+            version=served.manifest.version,
+            adapter=served.name,
             weight_version=versions.pop(),
             logprobs=logprobs,
             cached_tokens=served.proof.cached_tokens_after,
@@ -274,7 +382,7 @@ class Agent:
     def status(self) -> Status:
         """A fresh look, at most FRESH_S old."""
         view = self.view()
-        manifest = view.served.staged.manifest if view.served else None
+        manifest = view.served.manifest if view.served else None
         return Status(
             engine_id=self.settings.engine_id,
             engine_url=self.settings.engine_url,
@@ -283,13 +391,21 @@ class Agent:
             version=manifest.version if manifest else None,
             run=manifest.run if manifest else None,
             weights_digest=manifest.weights_digest if manifest else None,
+            adapter=view.served.name if view.served else None,
             reason=view.reason,
-            prepared=self.staging.versions(),
+            prepared=self._prepared(),
             ready=view.ready,
             boot_id=self.boot_id,
             engine_start=view.start,
             pause_lease_s=self.lease.left_s(),
         )
+
+    def _prepared(self) -> dict[str, list[int]]:
+        places = {(run, v) for run, versions in self.staging.versions().items() for v in versions}
+        found: dict[str, list[int]] = {}
+        for run, version in sorted(places | set(self.shelf.versions())):
+            found.setdefault(run, []).append(version)
+        return found
 
     def view(self) -> View:
         """State and readiness; one look answers all who ask within a moment."""
@@ -338,7 +454,7 @@ class Agent:
 
     def _undeclared(self, served: Served) -> str | None:
         """Why the version is not the one that the run declares, when the store says so."""
-        manifest = served.staged.manifest
+        manifest = served.manifest
         try:
             declared = self._declared(manifest.run)
         except (PeerUnavailable, BadConfig) as error:

@@ -63,7 +63,7 @@ class Metrics:
     def text(self) -> bytes:
         view = self.agent.view()
         self.ready.set(view.ready)
-        self.version.set(view.served.staged.manifest.version if view.served else -1)
+        self.version.set(view.served.manifest.version if view.served else -1)
         return generate_latest(self.registry)
 
 

@@ -7,9 +7,11 @@ import logging
 
 from colchis.components.agent.activation import Served
 from colchis.components.agent.engine import Engine, EngineFacts
-from colchis.components.agent.staging import Place, Staged, Staging
+from colchis.components.agent.shelf import Shelf
+from colchis.components.agent.staging import Place, Staging
 from colchis.components.errors import BadData, ColchisError
 from colchis.components.logs import event
+from colchis.components.records.weights import WeightsManifest
 from colchis.components.weights.deadline import Deadline
 from colchis.components.weights.protocol import Activated
 
@@ -25,31 +27,32 @@ class Belief:
     tensors agree.
     """
 
-    def __init__(self, engine: Engine, staging: Staging) -> None:
-        self._engine, self._staging = engine, staging
+    def __init__(self, engine: Engine, staging: Staging, shelf: Shelf) -> None:
+        self._engine, self._staging, self._shelf = engine, staging, shelf
         self._record = staging.folder / "served.json"
         self.served: Served | None = None
         self.previous: Served | None = None
         """What was served before it."""
-        self.lost: Staged | None = None
-        """What a restart took from the engine; None once something else was asked for."""
+        self.lost: WeightsManifest | None = None
+        """The version that a restart took from the engine; None once something else was asked for."""
         self.failure: str | None = None
         """Why the last activation failed; None when it did not."""
 
     @property
     def places(self) -> set[Place]:
-        """Of the versions that must stay staged."""
-        return {served.staged.place for served in (self.served, self.previous) if served}
+        """Of the versions that must stay staged, whole or as adapters."""
+        kept = [served for served in (self.served, self.previous) if served]
+        return {served.staged.place for served in kept} | {s.adapter.place for s in kept if s.adapter}
 
     def check(self, facts: EngineFacts) -> Served | None:
         """What this process of the engine was proven to serve. A restarted engine has lost it."""
         if self.served is None and self._record.exists():
             self._adopt(facts)
         served = self.served
-        if served is not None and (facts.start != served.start or facts.label != str(served.staged.manifest.version)):
-            event(log, "the engine lost its version", label=facts.label, version=served.staged.manifest.version)
+        if served is not None and (facts.start != served.start or facts.label != str(served.manifest.version)):
+            event(log, "the engine lost its version", label=facts.label, version=served.manifest.version)
             if facts.start != served.start:  # under a foreign label somebody else drives the engine
-                self.lost = served.staged
+                self.lost = served.manifest
             self.forget()
             self.failure = None
         return self.served
@@ -60,7 +63,7 @@ class Belief:
         if served is None:
             return
         record = {
-            "run": served.staged.manifest.run,
+            "run": served.manifest.run,
             "start": served.start,
             "proof": served.proof.model_dump(mode="json"),
         }
@@ -79,17 +82,25 @@ class Belief:
             record = json.loads(self._record.read_bytes())
             proof = Activated.model_validate(record["proof"])
             run, version = str(record["run"]), proof.version
-            with self._staging.locked(run, version, Deadline(0)):
-                staged = self._staging.require(run, version)
+            adapter, whole = None, version
+            if proof.adapter is not None:
+                with self._staging.locked(run, version, Deadline(0)):
+                    adapter = self._shelf.require(run, version)
+                assert adapter.manifest.adapter is not None
+                whole = adapter.manifest.adapter.base_version
+            with self._staging.locked(run, whole, Deadline(0)):
+                staged = self._staging.require(run, whole)
             if record["start"] != facts.start:
-                self.lost = staged
+                self.lost = (adapter or staged).manifest
                 raise BadData(f"the engine was restarted since v{version} was activated in it")
             if facts.label != str(version):
                 raise BadData(f"the engine calls itself '{facts.label}', not v{version}")
             if self._engine.checksums(CHECKSUMS_DEADLINE_S).whole != proof.engine_checksum:
-                raise BadData(f"the engine's tensors are not those of v{version} any more")
+                raise BadData(f"the engine's tensors are not those of v{whole} any more")
+            if adapter is not None and adapter.name not in self._engine.adapters(CHECKSUMS_DEADLINE_S):
+                raise BadData(f"the engine has no adapter '{adapter.name}' any more")
         except (ColchisError, OSError, ValueError, KeyError) as error:
             log.warning("what the last agent served is not taken over: %s", error)
             self._record.unlink(missing_ok=True)
             return
-        self.served = Served(staged, facts.start, proof.engine_checksum, proof)
+        self.served = Served(staged, facts.start, proof.engine_checksum, proof, adapter)

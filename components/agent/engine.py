@@ -31,6 +31,8 @@ class EngineFacts:
     dtype: str
     device: str
     tensor_parallel: int
+    adapter_rank: int
+    """Largest rank of an adapter that it serves beside its weights; 0: it serves none."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class Engine:
             dtype=str(info.get("dtype")),
             device=str(info.get("device", "cpu" if embedded else "unknown")),
             tensor_parallel=int(info.get("tp_size", 1)),
+            adapter_rank=int(info.get("max_lora_rank") or 0) if info.get("enable_lora") else 0,
         )
 
     def label(self, timeout_s: float) -> str:
@@ -121,13 +124,34 @@ class Engine:
         """Change the weight_version, and nothing else."""
         self._order("/update_weight_version", {"new_version": label, "abort_all_requests": False}, timeout_s)
 
+    def load_adapter(self, name: str, folder: str, timeout_s: float) -> None:
+        """Load an adapter from a folder that is local to the engine, beside what it serves. A name is given once only."""
+        self._order("/load_lora_adapter", {"lora_name": name, "lora_path": folder}, timeout_s)
+
+    def unload_adapter(self, name: str, timeout_s: float) -> None:
+        """Forget an adapter. SGLang loads it again for a request that names it."""
+        self._order("/unload_lora_adapter", {"lora_name": name}, timeout_s)
+
+    def adapters(self, timeout_s: float) -> dict[str, str]:
+        """Name -> folder of each adapter that is loaded."""
+        models = self._read("/v1/models", timeout_s).get("data") or []
+        return {str(m["id"]): str(m["root"]) for m in models if m.get("parent")}
+
     def flush(self, timeout_s: float) -> None:
         """Empty the prefix cache; the engine must be idle or paused by retraction."""
         response = self._send("POST", "/flush_cache", None, timeout_s, self.admin_key)
         if response.status_code != 200:
             raise BadData(f"engine {self.url} did not flush its cache: {response.text[:200]}", where="/flush_cache")
 
-    def generate(self, token_ids: Sequence[int], *, logprobs: bool, extra_key: str | None, timeout_s: float) -> Answer:
+    def generate(
+        self,
+        token_ids: Sequence[int],
+        *,
+        logprobs: bool,
+        extra_key: str | None,
+        timeout_s: float,
+        adapter: str | None = None,
+    ) -> Answer:
         """One greedy token after `token_ids`; with the prompt's log-probabilities at temperature 1 if asked for.
 
         Token ids must be inside the vocabulary: SGLang ends on others.
@@ -140,6 +164,8 @@ class Engine:
             body.update(return_logprob=True, logprob_start_len=0)
         if extra_key is not None:
             body.update(extra_key=extra_key)
+        if adapter is not None:
+            body.update(lora_path=adapter)
         answer = self._json(self._send("POST", "/generate", body, timeout_s, self.key), "/generate")
         meta = answer.get("meta_info") or {}
         if (meta.get("finish_reason") or {}).get("type") == "abort":

@@ -115,7 +115,7 @@ class Staging:
         if staged is not None:
             return staged
         folder = self._path(run, version)
-        manifest = _manifest_in(folder)
+        manifest = manifest_in(folder)
         if manifest is None or (manifest.run, manifest.version) != (run, version):
             raise BadData(
                 f"weights v{version} of run '{run}' are not prepared here", where=str(folder), hint="call prepare first"
@@ -148,7 +148,7 @@ class Staging:
         check(manifest, where=keys.weights_manifest(run, version), config=config, base=base)
 
         folder = self._path(run, version)
-        if _manifest_in(folder) == manifest:  # an earlier agent fetched it
+        if manifest_in(folder) == manifest:  # an earlier agent fetched it
             try:
                 return self._admit(manifest, folder, verify_files(manifest, folder), ()), True
             except BadData as damage:
@@ -207,7 +207,7 @@ class Staging:
         newest = {run: max(v for r, v in keep if r == run) for run, _ in keep}
         removed = []
         for folder in sorted((self.folder / "versions").glob("*/v*")):
-            run, version = folder.parent.name, _version_of(folder)
+            run, version = folder.parent.name, version_of(folder)
             if version is None or folder == live or (run, version) in keep or version > newest.get(run, 1 << 62):
                 continue
             with self._guard:
@@ -321,12 +321,12 @@ def _keep_only(folder: Path, names: set[str]) -> None:
             file.unlink()
 
 
-def _version_of(folder: Path) -> int | None:
+def version_of(folder: Path) -> int | None:
     digits = folder.name.removeprefix("v").removesuffix(FILLING)
     return int(digits) if folder.is_dir() and digits.isdecimal() else None
 
 
-def _manifest_in(folder: Path) -> WeightsManifest | None:
+def manifest_in(folder: Path) -> WeightsManifest | None:
     try:
         return WeightsManifest.from_bytes((path := folder / "manifest.json").read_bytes(), str(path))
     except (OSError, BadData):

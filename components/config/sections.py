@@ -281,8 +281,8 @@ class TrainerConfig(Section):
     """Optimiser steps per iteration: the batch's samples are split into this many parts by group."""
 
     lora_rank: int = identity(0, ge=0, le=1024)
-    """Train low-rank adapters of this rank beside frozen weights; 0: train all weights. Engines get the merged model; the
-    optimiser's state shrinks to that of the adapters."""
+    """Train low-rank adapters of this rank beside frozen weights; 0: train all weights. The optimiser's
+    state shrinks to that of the adapters; how engines get them is `reload.adapters`."""
 
     lora_alpha: float = identity(16.0, gt=0)
     """Adapters are scaled by `lora_alpha / lora_rank`."""
@@ -308,6 +308,10 @@ class ReloadConfig(Section):
     delta: Literal["auto", "never"] = Field("auto")
     """`auto`: publish, beside the whole files, the bits that differ from the version before when these are much fewer (they
     are with `model.dtype: bfloat16` and a small learning rate); agents that have that version fetch no more."""
+
+    adapters: Literal["auto", "merged"] = Field("auto")
+    """With `trainer.lora_rank`. `auto`: engines that serve adapters (SGLang started with `--enable-lora`) get the adapter alone,
+    beside the base model, without a pause; others get the two merged. `merged`: all do."""
 
     prepare_deadline_s: float = Field(600.0, gt=0, le=WEEK_S)
     """Longest time for an engine's agent to fetch and verify a version, while the engine goes on serving."""

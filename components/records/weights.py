@@ -37,6 +37,22 @@ class Delta(Record):
     payload: Payload
 
 
+class Adapter(Record):
+    """The version once more, as a low-rank adapter beside the base that it was trained on; files as PEFT names them."""
+
+    base_version: int = Field(ge=0)
+    base_digest: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """`weights_digest` of the version that it belongs on."""
+    rank: int = Field(ge=1)
+    files: list[Payload] = Field(min_length=1)
+
+    @property
+    def digest(self) -> str:
+        """sha256 over name and checksums of each file, sorted by name."""
+        lines = sorted(f"{f.name}\t{f.sha256}\t{f.xxh3_128}\n" for f in self.files)
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
 class WeightsManifest(Record):
     """`runs/R/weights/vNNNNNNNN/manifest.json`: a copy of what the train commit decided, so without a clock in it."""
 
@@ -57,6 +73,8 @@ class WeightsManifest(Record):
     """Optimiser steps made since v0."""
     delta: Delta | None = None
     """A shorter way for who has the base; `files` are always there whole."""
+    adapter: Adapter | None = None
+    """For engines that serve adapters beside the base; `files` are the two merged."""
 
     @model_validator(mode="after")
     def _consistent(self) -> WeightsManifest:
@@ -74,6 +92,8 @@ class WeightsManifest(Record):
             raise ValueError(
                 f"the delta is of v{self.delta.base_version}, the version was made from v{self.base_version}"
             )
+        if self.adapter is not None and self.adapter.base_version >= self.version:
+            raise ValueError(f"the adapter is of v{self.adapter.base_version}, which is not before v{self.version}")
         if self.kind == "same" and self.base_version is None:
             raise ValueError("kind 'same' needs a base_version to be the same as")
         return self
@@ -81,6 +101,12 @@ class WeightsManifest(Record):
     def tensor_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(t.bytes for t in self.tensors)
+
+    @property
+    def adapter_name(self) -> str:
+        """The name under which engines serve the adapter: it says run, version and content, so none is ever used for two."""
+        assert self.adapter is not None
+        return f"{self.run}-v{self.version}-{self.adapter.digest[:12]}"
 
     def file_bytes(self) -> int:
         """Bytes of all files: what a transfer moves."""

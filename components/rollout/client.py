@@ -82,6 +82,8 @@ async def generate(
         "return_logprob": True,
         "logprob_start_len": -1,
     }
+    if engine.adapter is not None:
+        body["lora_path"] = engine.adapter
     try:
         async with asyncio.timeout(timeout_s):  # httpx bounds each read, not the whole answer
             answer = await client.post(f"{engine.url}/generate", json=body, timeout=timeout_s)
@@ -89,7 +91,9 @@ async def generate(
         return _all(inputs, Fault.TIMEOUT, f"no answer within {timeout_s:g} s")
     except httpx.HTTPError as e:
         return _all(inputs, Fault.CONNECTION, f"{type(e).__name__} {e}".strip())
-    if answer.status_code == 400:
+    if (
+        answer.status_code == 400 and engine.adapter is None
+    ):  # an adapter may just have gone, with the engine that had it
         raise BadData(f"the engine refuses a request of {wanted}: {_message(answer)}", where=engine.url)
     if answer.status_code in (401, 403):
         raise BadConfig(f"the engine wants a key (HTTP {answer.status_code})", where=engine.url)
@@ -101,7 +105,7 @@ async def generate(
         return _all(inputs, Fault.MALFORMED, "the answer is not JSON")
     if not isinstance(items, list) or len(items) != len(inputs):
         return _all(inputs, Fault.MALFORMED, f"expected a list of {len(inputs)} samples")
-    return [_checked(item, wanted, int(p["max_new_tokens"])) for item, p in zip(items, parameters, strict=True)]
+    return [_checked(item, wanted, engine, int(p["max_new_tokens"])) for item, p in zip(items, parameters, strict=True)]
 
 
 def _all(inputs: Sequence[Sequence[int]], fault: Fault, detail: str) -> list[Completion | Refusal]:
@@ -118,19 +122,19 @@ def _message(answer: httpx.Response) -> str:
     return " ".join(str(text).split())[:300]
 
 
-def _checked(item: Any, wanted: Wanted, max_new_tokens: int) -> Completion | Refusal:
+def _checked(item: Any, wanted: Wanted, engine: Engine, max_new_tokens: int) -> Completion | Refusal:
     try:
-        return _parse(item, wanted, max_new_tokens)
+        return _parse(item, wanted, engine, max_new_tokens)
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as e:
         return Refusal(Fault.MALFORMED, f"unexpected answer ({type(e).__name__}: {e})")
 
 
-def _parse(item: Any, wanted: Wanted, max_new_tokens: int) -> Completion | Refusal:
+def _parse(item: Any, wanted: Wanted, engine: Engine, max_new_tokens: int) -> Completion | Refusal:
     finish = item["meta_info"]["finish_reason"]
     kind = str(finish["type"])
     if kind == "abort":
-        return _aborted(item, wanted, max_new_tokens, f"aborted: {finish.get('message', '')}")
-    piece = _piece(item, wanted, max_new_tokens)
+        return _aborted(item, wanted, engine, max_new_tokens, f"aborted: {finish.get('message', '')}")
+    piece = _piece(item, wanted, engine, max_new_tokens)
     if isinstance(piece, Refusal):
         return piece
     if kind not in ("stop", "length"):
@@ -146,17 +150,21 @@ def _parse(item: Any, wanted: Wanted, max_new_tokens: int) -> Completion | Refus
     )
 
 
-def _aborted(item: Any, wanted: Wanted, max_new_tokens: int, detail: str) -> Refusal:
+def _aborted(item: Any, wanted: Wanted, engine: Engine, max_new_tokens: int, detail: str) -> Refusal:
     """An abort, with what was drawn before it where that can be believed."""
     try:
-        piece = _piece(item, wanted, max_new_tokens)
+        piece = _piece(item, wanted, engine, max_new_tokens)
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError):
         piece = None
     return Refusal(Fault.ABORTED, detail, piece if isinstance(piece, Piece) else None)
 
 
-def _piece(item: Any, wanted: Wanted, max_new_tokens: int) -> Piece | Refusal:
-    """The checks of tokens, whatever ended them."""
+def _piece(item: Any, wanted: Wanted, engine: Engine, max_new_tokens: int) -> Piece | Refusal:
+    """The checks of tokens, whatever ended them.
+
+    Labels say what an engine called itself. Tokens of an adapter are of the version that the request named, whatever the
+    engine was called meanwhile.
+    """
     meta = item["meta_info"]
     ids = [int(i) for i in item["output_ids"]]
     spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(ids)}]
@@ -175,9 +183,12 @@ def _piece(item: Any, wanted: Wanted, max_new_tokens: int) -> Piece | Refusal:
     logprobs = tuple(float(np.float32(entry[0])) for entry in entries)
     if not all(math.isfinite(p) and p <= LOGPROB_SLACK for p in logprobs):
         return Refusal(Fault.MALFORMED, "a log-probability is not finite or above 0")
+    versions = [VersionSpan(int(v), a, b) for v, (a, b) in zip(labels, bounds, strict=True) if a < b]
+    if engine.adapter_version is not None:
+        versions = [VersionSpan(engine.adapter_version, 0, len(ids))]
     return Piece(
         token_ids=tuple(ids),
         logprobs=logprobs,
-        versions=tuple(VersionSpan(int(v), a, b) for v, (a, b) in zip(labels, bounds, strict=True) if a < b),
+        versions=tuple(versions),
         cached_tokens=int(meta.get("cached_tokens") or 0),
     )

@@ -30,6 +30,9 @@ class Engine:
 
     id: str
     url: str
+    adapter: str | None = None
+    """Name to ask for, where the version is served as an adapter."""
+    adapter_version: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +118,15 @@ async def _ask_agent(client: httpx.AsyncClient, agent: str, headers: dict[str, s
             raise BadConfig("the agent refuses our token", where=agent, hint="set COLCHIS_AGENT_TOKEN to the pool's")
         answer.raise_for_status()
         body = answer.json()
-        engine = Engine(str(body["engine_id"]), _reachable(str(body["engine_url"]), agent))
-        version = body["version"]
-        return EngineStatus(engine, None if version is None else int(version), bool(body["ready"]))
+        version = None if body["version"] is None else int(body["version"])
+        adapter = None if body.get("adapter") is None else str(body["adapter"])
+        engine = Engine(
+            str(body["engine_id"]),
+            _reachable(str(body["engine_url"]), agent),
+            adapter,
+            version if adapter else None,
+        )
+        return EngineStatus(engine, version, bool(body["ready"]))
     except httpx.HTTPError as e:
         return EngineStatus(unknown, None, False, f"agent: {type(e).__name__} {e}".strip())
     except (KeyError, TypeError, ValueError) as e:

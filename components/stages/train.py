@@ -10,11 +10,12 @@ import click
 
 from colchis.components.logs import event
 from colchis.components.records.batch import Batch, read_batch
-from colchis.components.records.weights import Delta, WeightsManifest
+from colchis.components.records.weights import Adapter, Delta, WeightsManifest
 from colchis.components.stages.batch import empty_batch
 from colchis.components.stages.context import Stage, Stopwatch, scratch, stage_command
-from colchis.components.store import Attempt, Commit, read_input
+from colchis.components.store import Attempt, Commit, Payload, read_input
 from colchis.components.weights.delta import encode
+from colchis.components.weights.export import ADAPTER
 from colchis.components.weights.manifest import build
 from colchis.components.weights.publish import read_manifest
 
@@ -57,11 +58,13 @@ def train(stage: Stage, iteration: int) -> None:
         )
         trained_s = watch.seconds
         attempt = stage.attempt(i, "train")
-        weights = []
+        weights, adapter = [], []
         for path in sorted(p for p in (folder / "output").rglob("*") if p.is_file()):
             payload = attempt.upload(path.relative_to(folder / "output").as_posix(), path)
             if payload.name.startswith("weights/") and path.suffix == ".safetensors":
                 weights.append((payload, path))
+            elif payload.name.startswith(ADAPTER):
+                adapter.append(payload.model_copy(update={"name": path.name}))
         manifest = build(
             run=stage.run,
             version=i + 1,
@@ -73,6 +76,8 @@ def train(stage: Stage, iteration: int) -> None:
         )
         if stage.config.reload.delta == "auto" and result.kind == "full":
             manifest = _with_delta(stage, attempt, manifest, model, [path for _, path in weights], folder / "delta")
+        if adapter and stage.config.reload.adapters == "auto":
+            manifest = _with_adapter(stage, manifest, adapter)
         attempt.put(MANIFEST, manifest.to_bytes())
         commit = attempt.commit(
             outputs={
@@ -120,6 +125,13 @@ def _with_delta(
         base_version=base.version, base_digest=base.weights_digest, payload=attempt.upload("weights/delta", out)
     )
     return WeightsManifest.model_validate({**manifest.model_dump(), "delta": delta})
+
+
+def _with_adapter(stage: Stage, manifest: WeightsManifest, files: list[Payload]) -> WeightsManifest:
+    """The manifest with what an engine needs that serves the adapter beside v0."""
+    base = read_manifest(stage.store, stage.run, 0)
+    adapter = Adapter(base_version=0, base_digest=base.weights_digest, rank=stage.config.trainer.lora_rank, files=files)
+    return WeightsManifest.model_validate({**manifest.model_dump(), "adapter": adapter})
 
 
 def _batch(stage: Stage, commit: Commit) -> Batch:

@@ -181,7 +181,7 @@ def verify_published(store: Store, run: str, version: int) -> BoundaryRecord:
     """Boundary 1: the manifest is there, and every object it lists has its size and checksums, read back in full."""
     started_at, started = now(), time.monotonic()
     manifest = read_manifest(store, run, version)
-    for payload in manifest.files:
+    for payload in [*manifest.files, *(manifest.adapter.files if manifest.adapter else ())]:
         try:
             store.verify(payload)
         except BadData as e:
@@ -202,6 +202,7 @@ def verify_published(store: Store, run: str, version: int) -> BoundaryRecord:
             "bytes": manifest.file_bytes(),
             "delta_bytes": delta.bytes if delta else None,
             "delta_is_right": store.holds(delta) if delta else None,  # a damaged one makes agents fetch whole files
+            "adapter": manifest.adapter_name if manifest.adapter else None,
             "tensors": len(manifest.tensors),
             "weights_digest": manifest.weights_digest,
         },
@@ -213,7 +214,7 @@ async def prepare_all(agents: Agents, manifest: WeightsManifest, *, deadline_s: 
 
     async def prepare(agent: AgentClient, left_s: float) -> dict[str, Any]:
         answer = await agent.prepare(Prepare(run=manifest.run, version=manifest.version, deadline_s=left_s))
-        _expect("digest of the staged copy", manifest.weights_digest, answer.weights_digest)
+        _expect("digest of the staged copy", _digest(manifest, answer.adapter), answer.weights_digest)
         return answer.model_dump(mode="json")
 
     return await _everywhere(agents, Boundary.TRANSFER, manifest, prepare, deadline_s)
@@ -224,7 +225,7 @@ async def verify_all(agents: Agents, manifest: WeightsManifest, *, deadline_s: f
 
     async def verify(agent: AgentClient, left_s: float) -> dict[str, Any]:
         answer = await agent.verify(Verify(run=manifest.run, version=manifest.version, deadline_s=left_s))
-        _expect("digest of the staged copy", manifest.weights_digest, answer.weights_digest)
+        _expect("digest of the staged copy", _digest(manifest, answer.adapter), answer.weights_digest)
         return answer.model_dump(mode="json")
 
     return await _everywhere(agents, Boundary.BUFFER, manifest, verify, deadline_s)
@@ -244,8 +245,9 @@ async def activate_all(
         answer = await agent.activate(
             Activate(run=manifest.run, version=manifest.version, kind=manifest.kind, pause=pause, deadline_s=left_s)
         )
-        _expect("digest of the staged copy before the load", manifest.weights_digest, answer.digest_before)
-        _expect("digest of the staged copy after the load", manifest.weights_digest, answer.digest_after)
+        expected = _digest(manifest, answer.adapter)
+        _expect("digest of the staged copy before the load", expected, answer.digest_before)
+        _expect("digest of the staged copy after the load", expected, answer.digest_after)
         _expect("version that the engine reports", str(manifest.version), answer.version_reported)
         return answer.model_dump(mode="json")
 
@@ -293,7 +295,8 @@ async def probe_all(
                 hint="compare the types of engine and trainer; raise reload.probe_tolerance if this is their rounding",
             )
         return {
-            "flushed": True,
+            "flushed": answer.adapter is None,
+            "adapter": answer.adapter,
             "cached_tokens": answer.cached_tokens,
             "cached_tokens_before": answer.cached_tokens_before,
             "sequences": len(sequences),
@@ -304,6 +307,17 @@ async def probe_all(
         }
 
     return await _everywhere(agents, Boundary.CACHE, manifest, ask, deadline_s)
+
+
+def _digest(manifest: WeightsManifest, adapter: str | None) -> str:
+    """What a staged copy must hash to: the version's weights, or its adapter where an engine says that it serves this."""
+    if adapter is None:
+        return manifest.weights_digest
+    if manifest.adapter is None or adapter != manifest.adapter_name:
+        raise BadData(
+            f"the agent speaks of adapter '{adapter}', v{manifest.version} has {manifest.adapter and 'another'}"
+        )
+    return manifest.adapter.digest
 
 
 def _expect(what: str, expected: str, found: str) -> None:

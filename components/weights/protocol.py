@@ -62,6 +62,8 @@ class Status(Message):
     """Proven for this process of the engine; None otherwise, whatever label the engine shows."""
     run: str | None
     weights_digest: str | None
+    adapter: str | None = None
+    """Name that a request gives (`lora_path`) to get the version, where it is an adapter; None: it is served whole."""
     reason: str | None = None
     """Why the engine is not ready."""
     prepared: dict[str, list[int]]
@@ -99,7 +101,9 @@ class Prepared(Message):
 
     version: int
     weights_digest: str
-    """Of the staged copy, read back from the disk."""
+    """Of the staged copy, read back from the disk: the version's, or its adapter's where the engine serves that."""
+    adapter: str | None = None
+    """Name of the adapter, where that was staged."""
     bytes: int
     seconds: float
     mb_per_s: float
@@ -123,6 +127,7 @@ class Verified(Message):
 
     version: int
     weights_digest: str
+    adapter: str | None = None
     tensors: int
     bytes: int
     seconds: float
@@ -145,6 +150,8 @@ class Activated(Message):
     version: int
     previous: int | None
     weights_digest: str
+    adapter: str | None = None
+    """Name of the adapter that makes the version of the base; no pause is needed then."""
     pause_s: float
     """From the request to pause until the engine continued."""
     load_s: float
@@ -186,6 +193,7 @@ class Probed(Message):
     """Boundary 5."""
 
     version: int | None
+    adapter: str | None = None
     weight_version: str
     """As every answer itself says."""
     logprobs: list[list[float]]

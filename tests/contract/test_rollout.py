@@ -83,7 +83,6 @@ def rolling(engine: EngineProcess, model: Path, wanted: Wanted, partials: str) -
         )
         return groups[0], stats
 
-    before = engine.metric("generation_tokens_total")
     with ThreadPoolExecutor(1) as pool:
         rolled = pool.submit(roll)
         running = threading.Event()
@@ -91,7 +90,7 @@ def rolling(engine: EngineProcess, model: Path, wanted: Wanted, partials: str) -
         def begun() -> bool:
             if rolled.done():
                 rolled.result()
-            return engine.metric("num_running_reqs") > 0 or engine.metric("generation_tokens_total") > before
+            return engine.busy()
 
         wait_for(begun)
         running.wait(0.15)
@@ -136,7 +135,7 @@ def test_exactly_one_version_refuses_what_an_update_split(engine: EngineProcess,
         pause(engine, "retract")
         assert engine.update(models["qwen2_b"], weight_version="1", flush_cache=True).status_code == 200
         resume(engine)
-        wait_for(lambda: engine.metric("num_running_reqs") == 0, 60)
+        wait_for(lambda: not engine.busy(), 60)
         assert not rolled.done(), "no engine serves version 0 now, so it waits"
         assert engine.update(models["qwen2_a"], weight_version="0", flush_cache=True).status_code == 200
         group, stats = rolled.result(120)

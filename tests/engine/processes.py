@@ -51,6 +51,10 @@ class EngineProcess:
         lines = self.client.get("/metrics").text.splitlines()
         return float(next(line.split()[-1] for line in lines if line.startswith(f"sglang:{name} ")))
 
+    def busy(self) -> bool:
+        """Whether requests are running, told by a cache that cannot be flushed; metrics of SGLang lag behind."""
+        return self.client.post("/flush_cache").status_code != 200
+
     def produced(self) -> float:
         """Tokens drawn since the engine started."""
         return self.metric("generation_tokens_total")

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from colchis.components.store import StageKey, Store, read_commit
+from colchis.components.weights import read_manifest
 from colchis.workflows.local.weed import Weed
 from tests.run.conftest import Project
 
@@ -20,11 +21,14 @@ def test_adapters_are_trained_served_and_exported(project: Project, tmp_path: Pa
     summaries = project.status()["summaries"]
     assert [s["kind"] for s in summaries] == ["full", "full"]
     with Weed(project.home / "store") as weed:
-        commit = read_commit(Store(weed.settings), StageKey("r", 1, "train"))
+        store = Store(weed.settings)
+        commit, manifest = read_commit(store, StageKey("r", 1, "train")), read_manifest(store, "r", 2)
     assert {p.name for p in commit.payload if p.name.startswith("state")} == {
         *("state/state.json", "state/moments.safetensors"),
         *("state/adapter/adapter_config.json", "state/adapter/adapter_model.safetensors"),
     }
+    assert manifest.adapter is not None  # for engines that serve adapters; this one got the two merged
+    assert (manifest.adapter.base_version, manifest.adapter.rank) == (0, 2)
     model, adapter = tmp_path / "exported", tmp_path / "adapter"
     assert project.colchis("export", "r", "--to", str(model)).returncode == 0
     told = project.colchis("export", "r", "--to", str(adapter), "--adapter", "--json")

@@ -15,6 +15,27 @@ from tests.run.conftest import make_project
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
 
+def test_adapters_are_served_beside_the_base(model: Path, tmp_path: Path) -> None:
+    """Catches rollouts of the base model, which every check of labels and checksums would let pass."""
+    if environment.find() is None:
+        pytest.skip("the environment of SGLang has not been built: run `make test-sglang`")
+    project = make_project(model, tmp_path)
+    lora = ("--set", "trainer.lora_rank=2", "--set", "trainer.lora_targets=[q_proj, v_proj]")
+    done = project.run("--engine", "sglang", "--engines", "1", *lora, "--set", "trainer.learning_rate=0.05")
+    assert done.returncode == 0, done.stdout + done.stderr
+    with Weed(project.home / "store") as weed:
+        store = Store(weed.settings)
+        for iteration in (0, 1):
+            reload = read_commit(store, StageKey("r", iteration, "reload"))
+            records = {p.name: json.loads(store.get(p.key).data)["records"] for p in reload.payload}
+            (load,), (cache,) = records["load.json"], records["cache.json"]
+            assert load["proof"]["adapter"].startswith(f"r-v{iteration + 1}-")
+            assert load["proof"]["pause_s"] == 0
+            assert cache["proof"]["max_gap"] < 1e-4
+            # iteration 1 was sampled by SGLang with the adapter of v1, and computed again by the trainer
+            assert json.loads(store.get(keys.summary("r", iteration)).data)["metrics"]["gap_mean"] < 1e-5
+
+
 def test_two_iterations(model: Path, tmp_path: Path) -> None:
     """Catches a pool that does not start, tokens under a wrong version, and weights that are not the trainer's."""
     if environment.find() is None:

@@ -21,6 +21,7 @@ from typing import IO
 
 import httpx
 
+from colchis.components.config import TrainerConfig
 from colchis.components.errors import BadConfig, PeerUnavailable
 from colchis.workflows.local.ports import free_port
 
@@ -108,19 +109,20 @@ class Pool:
     token: str
 
 
-def engine_command(kind: str, *, port: int, model: Path | None) -> list[str]:
-    """How an engine of this kind is started."""
+def engine_command(kind: str, *, port: int, model: Path | None, trainer: TrainerConfig | None = None) -> list[str]:
+    """How an engine of this kind is started. `trainer`: of the run that it is for, whose adapters it is to serve."""
     if kind == "embedded":
         return [
             *(sys.executable, "-m", "colchis.components.engine"),
             *("--host", "127.0.0.1", "--port", str(port), "--weight-version", "none", "--deterministic"),
         ]
     if kind == "sglang":
-        from colchis.components.engine.sglang_cpu import launch_command
+        from colchis.components.engine.sglang_cpu import adapter_arguments, launch_command
 
         if model is None:
             raise BadConfig("engines of kind 'sglang' need the model's folder at start")
-        return launch_command(model=model, port=port)
+        more = adapter_arguments(trainer.lora_rank, trainer.lora_targets) if trainer and trainer.lora_rank else ()
+        return launch_command(model=model, port=port, more=more)
     raise BadConfig(f"engine kind '{kind}' is unknown; use 'embedded' or 'sglang'")
 
 
@@ -133,6 +135,7 @@ def start_pool(
     folder: Path,
     store_environment: Mapping[str, str],
     model: Path | None = None,
+    trainer: TrainerConfig | None = None,
 ) -> Iterator[Pool]:
     """Start `replicas` engines with agents; stop them on leaving."""
     token = secrets.token_urlsafe(24)
@@ -145,7 +148,7 @@ def start_pool(
             engine_url, agent_url = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{agent_port}"
             engine = Child(
                 f"engine {engine_id}",
-                engine_command(kind, port=port, model=model),
+                engine_command(kind, port=port, model=model, trainer=trainer),
                 log=logs / "engine.log",
                 environment=environment,
             )

@@ -8,6 +8,8 @@ from pathlib import Path
 from colchis.components.engine.sglang_cpu import environment
 from colchis.components.errors import BadConfig
 
+MOST_ADAPTERS = 3
+"""The one that is served, the one before, which requests in flight may name, and the next."""
 LAUNCHER = Path(__file__).with_name("launch.py")
 
 
@@ -38,4 +40,12 @@ def launch_command(
         *("--model-path", str(model), "--dtype", dtype, "--weight-version", weight_version),
         *("--mem-fraction-static", "0.1", "--max-total-tokens", str(total_tokens)),
         *("--max-running-requests", str(running_requests), "--enable-metrics", *more),
+    ]
+
+
+def adapter_arguments(rank: int, targets: Sequence[str]) -> list[str]:
+    """SGLang's arguments for serving adapters of a rank, on the layers `targets`, without any kernel of a GPU."""
+    return [
+        *("--enable-lora", "--lora-backend", "torch_native", "--max-lora-rank", str(rank)),
+        *("--max-loras-per-batch", str(MOST_ADAPTERS), "--lora-target-modules", *targets),
     ]

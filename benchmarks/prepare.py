@@ -29,6 +29,7 @@ from colchis.components.agent.staging import Staging
 from colchis.components.store import Store, StoreSettings, keys, upload_input
 from colchis.components.weights import build, publish
 from colchis.components.weights.deadline import Deadline
+from colchis.components.weights.manifest import describing
 from colchis.workflows.local.weed import Weed
 from tests.weights.models import config_of, write_model
 
@@ -65,11 +66,20 @@ def measure(settings: StoreSettings, model: Path, scratch: Path, rounds: int) ->
     plain = plain_client(settings)
 
     def publish_version() -> None:
-        payload = store.upload(f"{keys.iteration_prefix(RUN, 0)}{time.time_ns()}/model.safetensors", file)
-        files = [(payload, file)]
-        run = f"{RUN}-{time.time_ns()}"
-        publish(store, build(run=run, version=0, base_version=None, kind="full", files=files, model=digest, step=0))
-        runs.append(run)
+        with describing([file]) as tensors:
+            payload = store.upload(f"{keys.iteration_prefix(RUN, 0)}{time.time_ns()}/model.safetensors", file)
+        manifest = build(
+            run=f"{RUN}-{time.time_ns()}",
+            version=0,
+            base_version=None,
+            kind="full",
+            files=[(payload, file)],
+            model=digest,
+            step=0,
+            tensors=tensors.result(),
+        )
+        publish(store, manifest)
+        runs.append(manifest.run)
 
     def prepare_version() -> None:
         staging = Staging(scratch / "staging")

@@ -125,7 +125,8 @@ def build_app(agent: Agent, token: str) -> FastAPI:
     def activate(request: Activate) -> Activated:
         answer = counted("activate", lambda: agent.activate(request))
         if not answer.repeated:
-            metrics.pause.observe(answer.pause_s)
+            if answer.adapter is None:
+                metrics.pause.observe(answer.pause_s)
             metrics.load.observe(answer.load_s)
         return answer
 

@@ -16,7 +16,7 @@ from colchis.components.stages.context import Stage, Stopwatch, scratch, stage_c
 from colchis.components.store import Attempt, Commit, Payload, read_input
 from colchis.components.weights.delta import encode
 from colchis.components.weights.export import ADAPTER
-from colchis.components.weights.manifest import build
+from colchis.components.weights.manifest import build, describing
 from colchis.components.weights.publish import read_manifest
 
 logger = logging.getLogger(__name__)
@@ -58,13 +58,15 @@ def train(stage: Stage, iteration: int) -> None:
         )
         trained_s = watch.seconds
         attempt = stage.attempt(i, "train")
+        output = folder / "output"
         weights, adapter = [], []
-        for path in sorted(p for p in (folder / "output").rglob("*") if p.is_file()):
-            payload = attempt.upload(path.relative_to(folder / "output").as_posix(), path)
-            if payload.name.startswith("weights/") and path.suffix == ".safetensors":
-                weights.append((payload, path))
-            elif payload.name.startswith(ADAPTER):
-                adapter.append(payload.model_copy(update={"name": path.name}))
+        with describing(sorted((output / "weights").glob("*.safetensors"))) as tensors:
+            for path in sorted(p for p in output.rglob("*") if p.is_file()):
+                payload = attempt.upload(path.relative_to(output).as_posix(), path)
+                if payload.name.startswith("weights/") and path.suffix == ".safetensors":
+                    weights.append((payload, path))
+                elif payload.name.startswith(ADAPTER):
+                    adapter.append(payload.model_copy(update={"name": path.name}))
         manifest = build(
             run=stage.run,
             version=i + 1,
@@ -73,6 +75,7 @@ def train(stage: Stage, iteration: int) -> None:
             files=weights,
             model=stage.record.model,
             step=result.optimiser_steps,
+            tensors=tensors.result(),
         )
         if stage.config.reload.delta == "auto" and result.kind == "full":
             manifest = _with_delta(stage, attempt, manifest, model, [path for _, path in weights], folder / "delta")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,6 +48,13 @@ def describe(files: Sequence[Path]) -> list[TensorEntry]:
     return sorted(entries, key=lambda entry: entry.name)
 
 
+@contextmanager
+def describing(files: Sequence[Path]) -> Iterator[Future[list[TensorEntry]]]:
+    """`describe` the files while the block does something else with them, such as uploading."""
+    with ThreadPoolExecutor(1, thread_name_prefix="describe") as reader:
+        yield reader.submit(describe, files)
+
+
 def not_finite(name: str, count: int, where: str) -> BadData:
     """The refusal of a tensor with numbers that no engine may serve."""
     return BadData(
@@ -64,19 +73,22 @@ def build(
     files: Sequence[tuple[Payload, Path]],
     model: str,
     step: int,
+    tensors: Sequence[TensorEntry] | None = None,
 ) -> WeightsManifest:
-    """The manifest of a version whose files were uploaded as the payloads beside them.
+    """The manifest of a version whose files were uploaded as the payloads beside them. `tensors`: what `describe` says of the
+    files, when somebody asked it already.
 
     A payload keeps its key; in the manifest it is named as the file will be called in an engine's directory.
     """
+    entries = list(describe([path for _, path in files]) if tensors is None else tensors)
     return WeightsManifest(
         run=run,
         version=version,
         base_version=base_version,
         kind=kind,
         files=[payload.model_copy(update={"name": path.name}) for payload, path in files],
-        tensors=(tensors := describe([path for _, path in files])),
-        weights_digest=weights_digest(tensors),
+        tensors=entries,
+        weights_digest=weights_digest(entries),
         model=model,
         step=step,
     )

@@ -23,6 +23,7 @@ def test_adapters_are_served_beside_the_base(model: Path, tmp_path: Path) -> Non
     lora = ("--set", "trainer.lora_rank=2", "--set", "trainer.lora_targets=[q_proj, v_proj]")
     done = project.run("--engine", "sglang", "--engines", "1", *lora, "--set", "trainer.learning_rate=0.05")
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "no pause, adapter r-v2-" in project.colchis("status", "r").stdout
     with Weed(project.home / "store") as weed:
         store = Store(weed.settings)
         for iteration in (0, 1):

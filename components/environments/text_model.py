@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -48,6 +49,10 @@ class TextModel:
         has_context = document.get(context) is not None
         return cls(Tokenizer.from_folder(folder), size("vocab_size"), size(context) if has_context else None)
 
+    def outside(self, ids: Sequence[int]) -> int | None:
+        """The first token id that has no embedding: SGLang ends on it. None: all have one."""
+        return next((i for i in ids if not 0 <= i < self.vocabulary_size), None)
+
     def longest_tokens(self, limit: int) -> int:
         """The smaller one of `limit` and the context."""
         return min(limit, self.context_tokens or limit)
@@ -75,8 +80,9 @@ def check_prompts(environment: Environment, rows: Rows, model: TextModel, *, lon
                 f"row {row.index}: the prompt has {len(ids)} tokens, at most {longest_tokens} leave room for the turns",
                 hint="shorten the prompts, or raise trainer.micro_batch_tokens or the model's context",
             )
-        if max(ids) >= model.vocabulary_size or min(ids) < 0:
-            raise BadData(f"row {row.index}: token id {max(ids)} is outside the vocabulary of {model.vocabulary_size}")
+        strange = model.outside(ids)
+        if strange is not None:
+            raise BadData(f"row {row.index}: token id {strange} is outside the vocabulary of {model.vocabulary_size}")
 
 
 def _prompt(environment: Environment, row: Row) -> str | list[int]:

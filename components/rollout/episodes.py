@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TypeVar
 
-from colchis.components.environments import Episode, ModelTurn, Tokenizer
+from colchis.components.environments import Episode, ModelTurn, TextModel, Tokenizer
 from colchis.components.errors import ColchisError
 from colchis.components.records.run import now
 from colchis.components.records.trajectories import Segment, SegmentKind, Trajectory, VersionSpan
@@ -116,7 +116,7 @@ class Sample:
             self.engines.append(engine.id)
 
     async def answer(
-        self, turn: ModelTurn, *, last: bool, room_tokens: int, tokenizer: Tokenizer, timeout_s: float
+        self, turn: ModelTurn, *, last: bool, room_tokens: int, model: TextModel, timeout_s: float
     ) -> None:
         """Ask the environment and append its reply, or close the sample: at the end of the episode, when the turns are
         used up (`turns`), when the reply and one more turn would pass `room_tokens` (`context`), or when the environment
@@ -125,7 +125,7 @@ class Sample:
         try:
             reply = await in_thread(lambda: self.episode.reply(turn), timeout_s)
             text, kind = (reply.text, SegmentKind(reply.kind)) if reply is not None else ("", SegmentKind.ENVIRONMENT)
-            ids = tokenizer.encode_message(text)
+            ids = model.tokenizer.encode_message(text)
         except TimeoutError:
             self._close("environment_timeout")
             logger.warning("the environment did not answer within %g s", timeout_s)
@@ -145,6 +145,13 @@ class Sample:
         elif kind is SegmentKind.MODEL:
             self._close("environment_error")
             logger.warning("the environment answered with a reply of kind 'model', expected 'environment' or 'tool'")
+        elif (strange := model.outside(ids)) is not None:
+            self._close("environment_error")
+            logger.warning(
+                "the environment's reply has token id %d, the model's vocabulary ends at %d: an engine may end on it",
+                strange,
+                model.vocabulary_size,
+            )
         else:
             start = len(self.token_ids)
             self.token_ids += ids

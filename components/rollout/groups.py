@@ -175,12 +175,8 @@ class _Rollout:
         sampling: Sampling,
     ) -> None:
         self.config, self.run, self.iteration, self.wanted = config, run, iteration, wanted
-        self.environment, self.tokenizer, self.on_group, self.sampling = (
-            environment,
-            model.tokenizer,
-            on_group,
-            sampling,
-        )
+        self.environment, self.model, self.on_group, self.sampling = environment, model, on_group, sampling
+        self.tokenizer = model.tokenizer
         self.longest_tokens = model.longest_tokens(config.trainer.micro_batch_tokens)
         self.tally = _Tally()
         self._slots = asyncio.Semaphore(config.rollout.concurrency)
@@ -239,6 +235,13 @@ class _Rollout:
             raise BadData(
                 f"row {row.index}: the prompt has {len(ids)} tokens, expected 1 to {longest}",
                 hint="shorten the prompts, or raise trainer.micro_batch_tokens or the model's context",
+            )
+        strange = self.model.outside(ids)
+        if strange is not None:  # the prompts were looked at when the run began, but one may depend on its seed
+            raise BadData(
+                f"row {row.index}: the prompt has token id {strange}, the model's vocabulary ends at "
+                f"{self.model.vocabulary_size}",
+                hint="an engine may end on such a token: look at the environment's prompt",
             )
         return [
             Sample(number=n, seed=seed, episode=episode, prompt_ids=ids)
@@ -338,7 +341,7 @@ class _Rollout:
                         turns[sample.number],
                         last=last,
                         room_tokens=longest - len(sample.token_ids),
-                        tokenizer=self.tokenizer,
+                        model=self.model,
                         timeout_s=self.config.rollout.environment_timeout_s,
                     )
                 )

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
-from colchis.components.config import parse
-from colchis.components.environments import SingleTurn, TextModel
+from colchis.components.config import RunConfig, parse
+from colchis.components.environments import ModelTurn, Reply, SingleTurn, TextModel, Tokenizer
+from colchis.components.errors import BadData
 from colchis.components.records.rows import Row, Split
 from colchis.components.records.trajectories import Trajectory
 from colchis.components.rollout import Engines, PromptGroup, RolloutStats, Sampling, Wanted, rollout_groups
@@ -43,6 +45,29 @@ class Environment:
         return Prompt(row)
 
 
+class Strange(Environment):
+    """Its prompt, or its reply, has a token that the model does not know: an id of its own making, or a tokenizer that is
+    larger than the model's embedding."""
+
+    def __init__(self, prompt: list[int], reply: str | None) -> None:
+        self.ids, self.text = prompt, reply
+
+    def start(self, row: Row, seed: int) -> StrangePrompt:
+        return StrangePrompt(row, self.ids, self.text)
+
+
+class StrangePrompt(Prompt):
+    def __init__(self, row: Row, ids: list[int], text: str | None) -> None:
+        super().__init__(row)
+        self.ids, self.text = ids, text
+
+    def prompt(self) -> list[int]:
+        return self.ids
+
+    def reply(self, turn: ModelTurn) -> Reply | None:
+        return None if self.text is None else Reply(self.text)
+
+
 class Endless(Sampling):
     """Every answer has all its tokens, so that an update meets it."""
 
@@ -53,17 +78,21 @@ class Endless(Sampling):
 Result = tuple[list[Trajectory], RolloutStats]
 
 
-@contextmanager
-def rolling(engine: EngineProcess, model: Path, wanted: Wanted, partials: str) -> Iterator[Future[Result]]:
-    """A rollout of one group that has begun to draw when the block starts."""
-    config = parse(
+def configuration(**rollout: Any) -> RunConfig:
+    return parse(
         {
             "model": {"source": "file:x"},
             "environment": {"kind": "own", "name": "x"},
-            "rollout": {"prompts": 1, "group_size": SAMPLES, "max_new_tokens": TOKENS, "partials": partials},
+            "rollout": {"prompts": 1, "group_size": SAMPLES, "max_new_tokens": TOKENS} | rollout,
             "trainer": {"micro_batch_tokens": 1024},
         }
     )
+
+
+@contextmanager
+def rolling(engine: EngineProcess, model: Path, wanted: Wanted, partials: str) -> Iterator[Future[Result]]:
+    """A rollout of one group that has begun to draw when the block starts."""
+    config = configuration(partials=partials)
     groups: list[list[Trajectory]] = []
 
     def roll() -> Result:
@@ -143,3 +172,44 @@ def test_exactly_one_version_refuses_what_an_update_split(engine: EngineProcess,
     assert stats.faults.get("wrong_version", 0) >= 1
     for t in group:
         check(t, {0: models["qwen2_a"]})
+
+
+def roll_strangely(engine: EngineProcess, model: TextModel, environment: Environment) -> list[Trajectory]:
+    """One group of two turns."""
+    groups: list[list[Trajectory]] = []
+    config = configuration(max_new_tokens=4, max_turns=2)
+    asyncio.run(
+        rollout_groups(
+            config,
+            run="r",
+            iteration=0,
+            wanted=Wanted.exactly(0),
+            groups=[PromptGroup(0, Row(0, "", "", Split.TRAIN))],
+            engines=Engines.at([engine.url]),
+            environment=environment,
+            model=model,
+            on_group=groups.append,
+            sampling=Endless.of(config.rollout),
+        )
+    )
+    return groups[0]
+
+
+def test_a_token_outside_the_vocabulary_never_reaches_the_engine(
+    engine: EngineProcess, models: dict[str, Path]
+) -> None:
+    """Fault: one row of an environment ends every engine of the pool, one after the other: SGLang dies of such a token, and
+    the request is tried again elsewhere."""
+    known = TextModel.from_folder(models["qwen2_a"])
+    for token in (100, 127, 1 << 30, -1):
+        with pytest.raises(BadData, match=f"row 0: the prompt has token id {token}, .* vocabulary ends at 100"):
+            roll_strangely(engine, known, Strange([5, 3, token], None))
+    engine.sample([1, 2])
+    larger = tokenizers.Tokenizer.from_file(str(models["qwen2_a"] / "tokenizer.json"))
+    larger.add_special_tokens([f"<more{number}>" for number in range(60)])
+    model = TextModel(Tokenizer(larger), known.vocabulary_size)
+    good = roll_strangely(engine, model, Strange([5, 3], "A"))
+    assert {(t.finish_reason, len(t.segments)) for t in good} == {("turns", 3)}
+    bad = roll_strangely(engine, model, Strange([5, 3], "<more59>"))
+    assert {(t.finish_reason, len(t.segments)) for t in bad} == {("environment_error", 1)}
+    engine.sample([1, 2])

@@ -48,8 +48,10 @@ class EngineProcess:
         return self.client.get("/model_info").json()[field]
 
     def metric(self, name: str) -> float:
+        """0 as long as the family is not there: SGLang shows some only after the first request."""
         lines = self.client.get("/metrics").text.splitlines()
-        return float(next(line.split()[-1] for line in lines if line.startswith(f"sglang:{name} ")))
+        values = (line.split()[-1] for line in lines if line.startswith((f"sglang:{name} ", f"sglang:{name}{{")))
+        return float(next(values, 0.0))
 
     def busy(self) -> bool:
         """Whether requests are running, told by a cache that cannot be flushed; metrics of SGLang lag behind."""

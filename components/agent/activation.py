@@ -232,7 +232,8 @@ class Activation:
         except (BadData, PeerUnavailable):
             checksums = None  # an engine that waits for its first weights has none to report
         canary, cached = None, None
-        if previous is not None and (vocabulary := min(staged.vocabulary, previous.staged.vocabulary)) > 1:
+        vocabulary = min(staged.vocabulary, previous.staged.vocabulary) if previous is not None else 0
+        if vocabulary > 1 and not facts.paused:
             canary = random.choices(range(vocabulary), k=CANARY_TOKENS)
             if self._ask_canary(canary, deadline) is None:
                 canary = None  # too busy to be asked: the flush is acknowledged, and that must do

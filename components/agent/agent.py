@@ -450,6 +450,9 @@ class Agent:
             return View(EngineState.FAILED, self._belief.failure, facts.start, served)
         if served is None:
             return View(EngineState.EMPTY, f"serves no version of ours (its label is '{facts.label}')", facts.start)
+        if facts.paused:  # our own pauses are over: the lease is not open
+            reason = f"serves v{served.manifest.version}, but somebody else paused it and did not continue it"
+            return View(EngineState.SERVING, reason, facts.start, served)
         return View(EngineState.SERVING, self._undeclared(served), facts.start, served)
 
     def _undeclared(self, served: Served) -> str | None:

@@ -33,6 +33,8 @@ class EngineFacts:
     tensor_parallel: int
     adapter_rank: int
     """Largest rank of an adapter that it serves beside its weights; 0: it serves none."""
+    paused: bool
+    """It is well and takes no request; also an embedded engine that has no weights yet."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ class Engine:
             device=str(info.get("device", "cpu" if embedded else "unknown")),
             tensor_parallel=int(info.get("tp_size", 1)),
             adapter_rank=int(info.get("max_lora_rank") or 0) if info.get("enable_lora") else 0,
+            paused=(self._probe("/ready", timeout_s), self._probe("/ping", timeout_s)) == (503, 200),
         )
 
     def label(self, timeout_s: float) -> str:
@@ -179,6 +182,9 @@ class Engine:
             cached_tokens=int(meta.get("cached_tokens", 0)),
             weight_version=str(meta.get("weight_version")),
         )
+
+    def _probe(self, path: str, timeout_s: float) -> int:
+        return self._send("GET", path, None, timeout_s, self.key).status_code
 
     def _read(self, path: str, timeout_s: float) -> dict[str, Any]:
         return self._json(self._send("GET", path, None, timeout_s, self.key), path)

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 import colchis
 from colchis.components.agent.agent import Agent, AgentSettings
 from colchis.components.agent.refill import Refill
-from colchis.components.errors import BadConfig, ColchisError
+from colchis.components.errors import BadConfig, Bug, ColchisError, refused_by_system
 from colchis.components.logs import event
 from colchis.components.store import StoreSettings
 from colchis.components.weights.protocol import (
@@ -89,6 +89,13 @@ def build_app(agent: Agent, token: str) -> FastAPI:
     @app.exception_handler(ColchisError)
     async def refused(request: Request, error: ColchisError) -> JSONResponse:
         return refuse(error)
+
+    @app.exception_handler(OSError)
+    async def refused_by_the_system(request: Request, error: OSError) -> JSONResponse:
+        refusal = refused_by_system(error, str(agent.staging.folder))
+        if refusal is None:
+            log.error("an error of the system that nobody expected", exc_info=error)
+        return refuse(refusal or Bug(f"{type(error).__name__}: {error}", where=request.url.path))
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:

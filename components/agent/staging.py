@@ -139,7 +139,10 @@ class Staging:
         manifest = read_manifest(store, run, version)
         staged = self.find(run, version)
         if staged is not None and staged.manifest == manifest:
-            return self.reread(staged), True
+            try:
+                return self.reread(staged), True
+            except BadData as damage:
+                log.warning("staged weights v%d of run '%s' are fetched again: %s", version, run, damage)
 
         model = self.folder / "inputs" / manifest.model
         extra = fetch_model_folder(store, manifest.model, model, deadline)
@@ -148,6 +151,7 @@ class Staging:
         check(manifest, where=keys.weights_manifest(run, version), config=config, base=base)
 
         folder = self._path(run, version)
+        _unlink_link(folder)
         if manifest_in(folder) == manifest:  # an earlier agent fetched it
             try:
                 return self._admit(manifest, folder, verify_files(manifest, folder), ()), True
@@ -314,11 +318,20 @@ def _lock_process(path: Path) -> IO[str]:
 
 
 def _keep_only(folder: Path, names: set[str]) -> None:
-    """Make sure of a folder, and leave no other file in it: not half a file of a fetch that broke off."""
+    """Make sure of a folder, and leave nothing else in it: not half a file of a fetch that broke off, and no link."""
+    _unlink_link(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for file in folder.iterdir():
-        if file.name not in names:
-            file.unlink()
+    for entry in folder.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        elif entry.name not in names or entry.is_symlink():
+            entry.unlink()
+
+
+def _unlink_link(path: Path) -> None:
+    """What a link points to is somebody else's, who may change it after it was read; an engine may not see it at all."""
+    if path.is_symlink():
+        path.unlink()
 
 
 def version_of(folder: Path) -> int | None:

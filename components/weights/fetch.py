@@ -55,7 +55,7 @@ def fetch_model_folder(store: Store, model: str, folder: Path, deadline: Deadlin
         raise BadData("the base model has no config.json", where=keys.input_prefix(model))
     for payload in chosen:
         deadline.check("fetch of configuration and tokenizer", where=payload.key)
-        store.download(payload, folder / payload.name)
+        store.download(payload, folder / keys.file_name(payload.name))
     return [folder / payload.name for payload in chosen]
 
 

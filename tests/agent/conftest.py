@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 import httpx
 import pytest
 
+from colchis.components.http_client import pool_client
 from colchis.components.store import Store, StoreSettings, upload_input
 from colchis.components.weights.activate import AgentClient, Agents
 from colchis.components.weights.protocol import Activate, Activated, Prepare, Prepared, Status
@@ -67,9 +68,19 @@ class EngineProcess:
 class AgentProcess:
     """One agent; `restart` keeps its staging folder."""
 
-    def __init__(self, folder: Path, engine_url: str, store: StoreSettings, engine_id: str = "engine-0") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        engine_url: str,
+        store: StoreSettings,
+        engine_id: str = "engine-0",
+        *,
+        more: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.folder, self.staging = folder, folder / "staging"
         self.engine_url, self.store, self.engine_id = engine_url, store, engine_id
+        self.more, self.environment = more, environment or {}
         self.run = RUN
         self.start()
 
@@ -77,8 +88,8 @@ class AgentProcess:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         argv = [sys.executable, "-m", "colchis.components", "agent", "--engine-url", self.engine_url]
-        argv += ["--port", str(self.port), "--staging", str(self.staging), "--engine-id", self.engine_id]
-        environment = {**self.store.to_environment(), "COLCHIS_AGENT_TOKEN": TOKEN}
+        argv += ["--port", str(self.port), "--staging", str(self.staging), "--engine-id", self.engine_id, *self.more]
+        environment = {**self.store.to_environment(), "COLCHIS_AGENT_TOKEN": TOKEN, **self.environment}
         self.child = Child(f"agent {self.engine_id}", argv, log=self.folder / "agent.log", environment=environment)
         self.child.wait_for(f"{self.url}/live", deadline_s=START_S)
 
@@ -94,7 +105,7 @@ class AgentProcess:
         """Run one or more calls against this agent."""
 
         async def run() -> _Result:
-            async with httpx.AsyncClient() as client:
+            async with pool_client() as client:
                 return await work(AgentClient(self.url, TOKEN, client))
 
         return asyncio.run(run())
@@ -108,8 +119,10 @@ class AgentProcess:
     def prepare(self, version: int) -> Prepared:
         return self.ask(lambda a: a.prepare(Prepare(run=self.run, version=version, deadline_s=DEADLINE_S)))
 
-    def activate(self, version: int, kind: Literal["full", "same"] = "full") -> Activated:
-        request = Activate(run=self.run, version=version, kind=kind, deadline_s=DEADLINE_S)
+    def activate(
+        self, version: int, kind: Literal["full", "same"] = "full", pause: Literal["retract", "abort"] = "retract"
+    ) -> Activated:
+        request = Activate(run=self.run, version=version, kind=kind, pause=pause, deadline_s=DEADLINE_S)
         return self.ask(lambda a: a.activate(request))
 
     def bring(self, version: int, kind: Literal["full", "same"] = "full") -> Activated:

@@ -60,6 +60,22 @@ def join(tensors: Tensors) -> bytes:
     return struct.pack("<Q", len(text)) + text + b"".join(t.data for t in tensors.values())
 
 
+def entries_of(tensors: Tensors, file: str = "model.safetensors") -> list[TensorEntry]:
+    """What a manifest says of them."""
+    return [
+        TensorEntry(
+            name=name,
+            dtype=t.dtype,
+            shape=tuple(t.shape),
+            bytes=len(t.data),
+            file=file,
+            sha256=hashlib.sha256(t.data).hexdigest(),
+            xxh3_128=xxhash.xxh3_128_hexdigest(t.data),
+        )
+        for name, t in sorted(tensors.items())
+    ]
+
+
 def without_a_tensor(tensors: Tensors) -> None:
     del tensors[NORM]
 
@@ -81,18 +97,7 @@ def commit_wrongly(store: Store, run: str, change: Callable[[Tensors], None]) ->
     change(tensors)
     attempt = Attempt(store, StageKey(run, 1, "train"))
     weights = attempt.put("weights/model.safetensors", join(tensors))
-    entries = [
-        TensorEntry(
-            name=name,
-            dtype=t.dtype,
-            shape=tuple(t.shape),
-            bytes=len(t.data),
-            file="model.safetensors",
-            sha256=hashlib.sha256(t.data).hexdigest(),
-            xxh3_128=xxhash.xxh3_128_hexdigest(t.data),
-        )
-        for name, t in sorted(tensors.items())
-    ]
+    entries = entries_of(tensors)
     manifest = WeightsManifest(
         run=run,
         version=2,

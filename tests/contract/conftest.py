@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,15 @@ import httpx
 import pytest
 
 from colchis.components.engine.sglang_cpu import environment, launch_command
+from colchis.components.store import Store, StoreSettings
 from colchis.workflows.local.ports import free_port
 from colchis.workflows.local.services import Child
+from colchis.workflows.local.weed import Weed
+from tests.agent.conftest import AgentProcess
+from tests.contract.replica import Replica, Versions
 from tests.engine.conftest import broken, models
 from tests.engine.processes import EngineProcess, client_of, end, spawn_engine, wait_until_up
+from tests.faults import FaultProxy
 
 __all__ = ["broken", "models"]
 
@@ -79,6 +85,68 @@ def mortal(kind: str, models: dict[str, Path], tmp_path: Path) -> Iterator[Engin
     """A server that the test may end or spoil."""
     with started(kind, models["qwen2_a"], tmp_path / "log") as engine:
         yield engine
+
+
+@pytest.fixture(scope="session")
+def bucket(weed: Weed) -> StoreSettings:
+    """One bucket for all reloads: an agent knows one store."""
+    settings = replace(weed.settings, bucket=f"contract-{uuid.uuid4().hex[:16]}")
+    Store(settings).requests.client.create_bucket(Bucket=settings.bucket)
+    return settings
+
+
+@pytest.fixture(scope="session")
+def engine_proxy(server: EngineProcess) -> Iterator[FaultProxy]:
+    """Between the agent and the server."""
+    with FaultProxy(address(server.url)) as proxy:
+        yield proxy
+
+
+@pytest.fixture(scope="session")
+def store_proxy(bucket: StoreSettings) -> Iterator[FaultProxy]:
+    """Between the agent and the store."""
+    with FaultProxy(address(bucket.endpoint)) as proxy:
+        yield proxy
+
+
+@pytest.fixture(scope="session")
+def agent(
+    engine_proxy: FaultProxy, store_proxy: FaultProxy, bucket: StoreSettings, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[AgentProcess]:
+    """The agent of the server."""
+    settings = replace(bucket, endpoint=store_proxy.url)
+    running = AgentProcess(tmp_path_factory.mktemp("agent"), engine_proxy.url, settings)
+    yield running
+    running.child.stop()
+
+
+@pytest.fixture
+def replica(
+    kind: str,
+    engine: EngineProcess,
+    agent: AgentProcess,
+    engine_proxy: FaultProxy,
+    store_proxy: FaultProxy,
+    bucket: StoreSettings,
+    models: dict[str, Path],
+) -> Iterator[Replica]:
+    """The server and its agent, which serve v0 of a run of their own; v1 is published."""
+    store = Store(bucket, deadline_s=20.0)
+    versions = Versions(store, models)
+    agent.run = versions.run
+    replica = Replica(kind, engine, agent, engine_proxy, store_proxy, store, versions)
+    agent.bring(0)
+    yield replica
+    for proxy in (engine_proxy, store_proxy):
+        proxy.clear()
+    if agent.child.process.poll() is not None:
+        agent.start()
+
+
+def address(url: str) -> tuple[str, int]:
+    """Host and port of `http://HOST:PORT`."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    return host, int(port)
 
 
 @dataclass

@@ -77,6 +77,28 @@ def test_a_request_during_a_pause_waits_for_continue(engine: EngineProcess) -> N
     assert engine.client.get("/ready").status_code == 200
 
 
+def test_one_continue_ends_every_pause(engine: EngineProcess) -> None:
+    """Catches pauses that are counted: the agent pauses a second time over a pause that it found, and continues once."""
+    for mode in ("in_place", "retract", "abort"):
+        pause(engine, mode)
+    assert engine.client.get("/ready").status_code == 503
+    resume(engine)
+    assert engine.client.get("/ready").status_code == 200
+    engine.sample([1, 2])
+
+
+def test_a_liveness_probe_in_a_pause_does_no_harm(engine: EngineProcess) -> None:
+    """Catches a probe that hangs while the engine is paused, and leaves it unwell afterwards."""
+    pause(engine, "retract")
+    began = time.monotonic()
+    assert engine.client.get("/health").status_code == 200
+    assert time.monotonic() - began < 5
+    resume(engine)
+    for path in ("/ready", "/ping", "/health"):
+        assert engine.client.get(path).status_code == 200
+    engine.sample([1, 2])
+
+
 def test_continue_is_harmless_when_nothing_is_paused(engine: EngineProcess) -> None:
     """Catches a clean-up that fails because there was nothing to clean: the agent continues on every path."""
     resume(engine)
@@ -94,6 +116,26 @@ def test_an_update_without_a_pause_waits_for_what_runs(
         assert flight.answer()["meta_info"]["weight_versions"] == [{"version": "0", "start": 0, "end": 400}]
         assert update.result().status_code == 200
     assert engine.sample([4, 4])["meta_info"]["weight_version"] == "1"
+
+
+def test_frozen_in_place_without_a_flush_goes_on_with_the_old_keys_and_values(
+    engine: EngineProcess, models: dict[str, Path], fly: Fly
+) -> None:
+    """Catches tokens of new weights over old keys and values that look like the new version's own: the span changes, and
+    the log-probabilities are nobody's. The agent never loads so."""
+    flight = fly(400)
+    pause(engine, "in_place")
+    assert engine.update(models["qwen2_b"], weight_version="1", flush_cache=False).status_code == 200
+    assert engine.info("weight_version") == "1"
+    resume(engine)
+    answer = flight.answer()
+    ids, meta = answer["output_ids"], answer["meta_info"]
+    assert [span["version"] for span in meta["weight_versions"]] == ["0", "1"]
+    border = meta["weight_versions"][1]["start"]
+    expected = reference(models["qwen2_b"], [5, 3, 8, *ids])[2:-1]
+    gaps = [abs(meta["output_token_logprobs"][i][0] - float(expected[i, ids[i]])) for i in range(border, 400)]
+    assert max(gaps) > 1e-2
+    assert engine.client.post("/flush_cache?timeout=30").status_code == 200
 
 
 def test_an_update_may_abort_what_runs(engine: EngineProcess, models: dict[str, Path], fly: Fly) -> None:

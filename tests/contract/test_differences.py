@@ -6,6 +6,7 @@ A test that fails on SGLang after an upgrade says that a guard, or a difference,
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,6 +17,9 @@ import httpx
 import pytest
 import torch
 
+from colchis.components.rollout import Wanted
+from colchis.components.rollout.client import Completion, Fault, Refusal, generate
+from colchis.components.rollout.engines import Engine as AskedEngine
 from colchis.components.weights.checksums import predict
 from tests.contract.conftest import EMBEDDED, Flight
 from tests.contract.test_weights import checksums, differences
@@ -90,10 +94,36 @@ def test_a_missing_tensor(
 
 
 def test_a_tensor_that_is_not_finite(kind: str, engine: EngineProcess, broken: Callable[..., Path]) -> None:
-    """SGLang answers 200 and serves it: only the files can be looked at before."""
+    """SGLang answers 200 and serves it: only the files can be looked at before. Its answers are refused by the rollout."""
     reply = engine.update(broken(nan), weight_version="9")
     assert reply.status_code == (400 if kind == EMBEDDED else 200)
     assert engine.info("weight_version") == ("0" if kind == EMBEDDED else "9")
+
+    async def ask() -> list[Completion | Refusal]:
+        async with httpx.AsyncClient() as client:
+            parameters = [{"max_new_tokens": 8, "ignore_eos": True}]
+            asked = AskedEngine("e", engine.url)
+            return await generate(client, asked, [[5, 3]], parameters, wanted=Wanted.at_least(0), timeout_s=30)
+
+    (answer,) = asyncio.run(ask())
+    if kind == EMBEDDED:
+        assert isinstance(answer, Completion)
+    else:
+        assert isinstance(answer, Refusal)
+        assert answer.fault is Fault.MALFORMED
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_another_model(kind: str, engine: EngineProcess, models: dict[str, Path], name: str) -> None:
+    """SGLang takes the tensors whose names it knows: of a cousin nearly all, of a stranger none, and answers 200."""
+    reply = engine.update(models[name], weight_version="9")
+    assert reply.status_code == (400 if kind == EMBEDDED else 200)
+    if kind == EMBEDDED:
+        assert differences(engine, models["qwen2_a"]) == []
+        return
+    assert engine.info("weight_version") == "9"
+    kept = differences(engine, models["qwen2_a"]) == []
+    assert kept == (name == "gpt2"), "none of its tensors was loaded, and success was reported"
 
 
 def test_a_tensor_too_many(kind: str, engine: EngineProcess, broken: Callable[..., Path]) -> None:

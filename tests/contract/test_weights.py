@@ -81,6 +81,53 @@ def test_what_is_no_checkpoint_is_refused_and_the_old_weights_serve(engine: Engi
     assert engine.sample([3, 2, 1], temperature=0.0)["output_ids"] == answer["output_ids"]
 
 
+@pytest.mark.parametrize("where", ["load_format", "s3"])
+def test_a_store_is_no_folder(engine: EngineProcess, models: dict[str, Path], where: str) -> None:
+    """Catches an engine that fetches by itself, past every check of the agent; and a refusal that has half happened."""
+    before = engine.checksum()
+    if where == "s3":
+        reply = engine.client.post(
+            "/update_weights_from_disk", json={"model_path": "s3://bucket/weights", "weight_version": "9"}
+        )
+    else:
+        reply = engine.update(models["qwen2_b"], weight_version="9", load_format="remote")
+    assert reply.status_code == 400, reply.text
+    assert (engine.checksum(), engine.info("weight_version")) == (before, "0")
+    engine.sample([1, 2])
+
+
+def test_links_to_files_are_followed(engine: EngineProcess, models: dict[str, Path], tmp_path: Path) -> None:
+    """Catches an engine that cannot load what a cache of models keeps as links."""
+    for file in models["qwen2_b"].iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    assert engine.update(tmp_path, weight_version="1").status_code == 200
+    assert differences(engine, models["qwen2_b"]) == []
+
+
+def test_an_update_empties_the_cache(engine: EngineProcess, models: dict[str, Path]) -> None:
+    """Catches keys and values of the old weights that a prompt finds again under the new ones."""
+    prompt = list(range(2, 34))
+
+    def ask() -> tuple[int, list[float]]:
+        answer = engine.generate(
+            input_ids=prompt, sampling_params={"max_new_tokens": 2, "ignore_eos": True}, return_logprob=True
+        )
+        ids, meta = answer["output_ids"], answer["meta_info"]
+        expected = reference(models["qwen2_b"], [*prompt, *ids])
+        gaps = [
+            abs(row[0] - float(expected[len(prompt) - 1 + place, ids[place]]))
+            for place, row in enumerate(meta["output_token_logprobs"])
+        ]
+        return int(meta["cached_tokens"]), gaps
+
+    ask()
+    assert ask()[0] >= len(prompt) - 1
+    assert engine.update(models["qwen2_b"], weight_version="1").status_code == 200
+    cached, gaps = ask()
+    assert cached == 0
+    assert max(gaps) < 2e-5
+
+
 def test_a_folder_without_a_config_is_the_served_model(engine: EngineProcess, broken: Callable[..., Path]) -> None:
     folder = broken()
     (folder / "config.json").unlink()

@@ -209,3 +209,18 @@ def test_damaged_weights_never_reach_an_engine(opened: Store, pool: Pool, tmp_pa
     )
     assert answer.json()["meta_info"]["weight_version"] == "1"
     assert json.loads(opened.get(keys.serving("r")).data)["version"] == 2
+
+
+def test_a_reload_never_goes_back(opened: Store, pool: Pool, tmp_path: Path) -> None:
+    """Fault: a counter that began anew after a failover declares an old version, and rollouts take it for the newest."""
+    stages = Stages(opened, tmp_path, pool)
+    before = opened.get(keys.serving("r")).data
+    for boundary in ("store", "transfer", "buffer", "load"):
+        code, said = stages.run("reload", "--version", "1", "--boundary", boundary)
+        assert code == 0, said
+    code, said = stages.run("reload", "--version", "1", "--boundary", "cache")
+    assert code == 65, said
+    assert "serving.json declares v2, newer than v1 of this reload" in said
+    assert opened.get(keys.serving("r")).data == before
+    ready = httpx.get(f"{pool.engines[0].agent_url}/ready")
+    assert (ready.status_code, ready.text) == (503, "serves v1, run 'r' declares v2")

@@ -175,3 +175,15 @@ def test_weights_of_many_files_are_the_weights_of_one(base: Path, tmp_path: Path
     shutil.copy(base / "config.json", tmp_path / "many")
     read = published(load_model(tmp_path / "many"))
     assert equal_weights(read, published(model))
+
+
+def test_a_strided_parameter_is_written_as_it_reads(base: Path, tmp_path: Path, alone: None) -> None:
+    """Fault: bytes in the order of memory under the shape of the tensor (verl#6919): other numbers, and a right size."""
+    model = load_model(base)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.data = parameter.data.t().contiguous().t()
+    assert any(not parameter.is_contiguous() for parameter in model.parameters())
+    extraction = write_weights(model, tmp_path, dtype=torch.float32)
+    assert equal_weights(load_file(tmp_path / "model.safetensors"), weights_of(base))
+    assert extraction == write_weights(load_model(base), tmp_path / "plain", dtype=torch.float32)

@@ -79,6 +79,13 @@ def test_what_ends_sglang_is_refused(
         assert reply is None
 
 
+def test_a_token_in_the_padding(kind: str, engine: EngineProcess) -> None:
+    """On a CPU SGLang pads the vocabulary of 100 to 128 and reads zeros for the tokens between: no error, and an answer to
+    another prompt."""
+    reply = engine.client.post("/generate", json={"input_ids": [2, 100], "sampling_params": {"max_new_tokens": 1}})
+    assert reply.status_code == (400 if kind == EMBEDDED else 200)
+
+
 def test_a_missing_tensor(
     kind: str, engine: EngineProcess, models: dict[str, Path], broken: Callable[..., Path]
 ) -> None:

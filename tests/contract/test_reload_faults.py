@@ -20,7 +20,7 @@ from colchis.components.records.weights import WeightsManifest
 from colchis.components.rollout import Wanted
 from colchis.components.store import keys, read_input
 from colchis.components.store.inputs import InputManifest
-from colchis.components.weights import Agents, prepare_all, read_manifest
+from colchis.components.weights import Agents, activate_all, prepare_all, read_manifest
 from colchis.components.weights.manifest import build
 from colchis.components.weights.protocol import Activate, EngineState
 from colchis.components.weights.publish import publish
@@ -337,6 +337,28 @@ def test_the_store_is_slow_for_one_replica(replica: Replica, tmp_path: Path) -> 
         replica.store_proxy.clear()
         assert len(asyncio.run(prepare(DEADLINE_S))) == 2
         assert slow.status().prepared == {run: [2]}
+
+
+def test_one_replica_of_several_does_not_come_through_the_load(replica: Replica) -> None:
+    """Fault: a version that takes traffic on one replica while another has not got it (a router that updates one worker,
+    sglang#4282); nothing is declared, so the one that has it is not ready."""
+    replica.versions.declare(0)
+    replica.agent.prepare(1)
+    manifest = read_manifest(replica.store, replica.versions.run, 1)
+    gone = "http://127.0.0.1:9"
+
+    async def activate(urls: list[str], deadline_s: float) -> list[object]:
+        async with Agents(urls, TOKEN) as agents:
+            return list(await activate_all(agents, manifest, deadline_s=deadline_s))
+
+    with pytest.raises(PeerUnavailable, match=rf"boundary 4 \(load\).* failed at 1 of 2 engines: {gone}"):
+        asyncio.run(activate([replica.agent.url, gone], 2.0))
+    answer = replica.agent.ready()
+    assert (answer.status_code, answer.text) == (503, f"serves v1, run '{replica.versions.run}' declares v0")
+    assert asyncio.run(activate([replica.agent.url], DEADLINE_S))
+    replica.versions.declare(1)
+    eventually(lambda: replica.agent.ready().status_code == 200, "what is declared is ready")
+    replica.serves(1)
 
 
 # Pauses

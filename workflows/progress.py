@@ -271,7 +271,8 @@ def _proof(record: BoundaryRecord) -> str:
             return f"{proof['tensors']} tensors read again"
         case Boundary.LOAD:
             if proof.get("adapter"):
-                return f"no pause, adapter {proof['adapter']} on {proof['checksums']} tensors that stayed"
+                pause = f"paused {1000 * proof['pause_s']:.0f} ms" if proof["pause_s"] else "no pause"
+                return f"{pause}, adapter {proof['adapter']} on {proof['checksums']} tensors of its base"
             against = "those of the commit" if proof["predicted"] else "the same at all engines"
             return f"paused {1000 * proof['pause_s']:.0f} ms, {proof['checksums']} checksums: {against}"
         case Boundary.CACHE:

@@ -60,6 +60,11 @@ class Served:
         return self.adapter.manifest if self.adapter else self.staged.manifest
 
     @property
+    def label(self) -> str:
+        """What the engine calls itself while it serves that."""
+        return self.adapter.adapter.base_label if self.adapter else str(self.staged.manifest.version)
+
+    @property
     def name(self) -> str | None:
         """What a request gives to be answered by that version, where it has to."""
         return self.adapter.name if self.adapter else None
@@ -284,7 +289,7 @@ class Activation:
             if self.engine.facts(grace.left_s()).start != before.facts.start:
                 return None
             self.staging.swap(previous.staged)
-            self.engine.set_label(str(previous.manifest.version), grace.left_s())
+            self.engine.set_label(previous.label, grace.left_s())
         except ColchisError:
             return None  # not proven; the error that brought us here is the one to report
         return previous

@@ -1,28 +1,24 @@
-"""One activation of an adapter: load beside the base, prove, name. Nobody waits, so nothing is paused.
+"""One activation of an adapter: load it beside the base, and prove it. Nobody waits, so nothing is paused.
 
-An adapter's name says its version and its content, and no request names it before the engine's label says the version. So
-what is in flight goes on under the adapter that it named, whose keys and values no other one shares.
+Two names say what a token was drawn with: the engine's label names the base, and each request names the adapter. Neither
+changes for what is in flight, whose keys and values no other adapter shares.
 """
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from colchis.components.agent.activation import (
-    CANARY_TOKENS,
-    CONTINUE_GRACE_S,
-    ActivationFailed,
-    Served,
-    unproven,
-)
+from colchis.components.agent.activation import CONTINUE_GRACE_S, ActivationFailed, Served, unproven
 from colchis.components.agent.engine import Engine
 from colchis.components.agent.shelf import Shelf, StagedAdapter
 from colchis.components.errors import BadData, ColchisError, PeerUnavailable
 from colchis.components.weights.deadline import Deadline
 from colchis.components.weights.protocol import Activated
+
+UNLOAD_S = 3.0
+"""SGLang unloads an adapter when the last request that names it has ended; nobody waits longer for that."""
 
 
 class AdapterActivation:
@@ -36,56 +32,54 @@ class AdapterActivation:
         self.engine_folder = engine_folder
         self.check_in = check_in
 
-    def run(self, adapter: StagedAdapter, base: Served, deadline: Deadline) -> Served:
+    def run(self, staged: StagedAdapter, base: Served, deadline: Deadline) -> Served:
         """`base` is what the engine serves now: the base itself, or another adapter on it. ActivationFailed says whether it
         still does."""
         try:
+            if self.engine.facts(deadline.left_s()).paused:  # by somebody else: nothing could be proven
+                self.engine.resume(deadline.left_s())
             self._refuse_other_base(base, deadline)
-            served = self._load_and_prove(adapter, base, deadline)
+            return self._load_and_prove(staged, base, deadline)
         except ColchisError as error:
-            raise ActivationFailed(error, self._kept(adapter, base)) from error
-        self._unload_old({served.name, base.name}, deadline)
-        return served
+            raise ActivationFailed(error, self._kept(staged, base)) from error
 
-    def _load_and_prove(self, adapter: StagedAdapter, base: Served, deadline: Deadline) -> Served:
-        manifest, path = adapter.manifest, self._path_of(adapter)
-        if adapter.name in self.engine.adapters(
-            deadline.left_s()
-        ):  # of an agent that died: loaded from what, nobody knows
-            self.engine.unload_adapter(adapter.name, deadline.left_s())
+    def unload_others(self, keep: set[str | None]) -> None:
+        """Forget the adapters of this shelf that no new request will name. Best effort: they only take memory."""
+        with suppress(ColchisError):
+            for name, folder in self.engine.adapters(UNLOAD_S).items():
+                if name not in keep and folder.startswith(f"{self.engine_folder}/"):
+                    with suppress(ColchisError):
+                        self.engine.unload_adapter(name, UNLOAD_S)
+
+    def _load_and_prove(self, staged: StagedAdapter, base: Served, deadline: Deadline) -> Served:
+        path = f"{self.engine_folder}/{staged.folder.relative_to(self.shelf.folder)}"
+        with suppress(
+            BadData
+        ):  # refused where there is none; one that an agent left that died was loaded from who knows what
+            self.engine.unload_adapter(staged.name, deadline.left_s())
         self.check_in()
         started = time.monotonic()
-        self.engine.load_adapter(adapter.name, path, deadline.left_s())
+        self.engine.load_adapter(staged.name, path, deadline.left_s())
         load_s = time.monotonic() - started
-        digest_after = self.shelf.reread(adapter).digest
-        loaded = self.engine.adapters(deadline.left_s())
-        if loaded.get(adapter.name) != path:
+        digest_after = self.shelf.reread(staged).digest
+        loaded = self.engine.adapters(deadline.left_s()).get(staged.name)
+        if loaded != path:
             raise BadData(
-                f"the engine has '{adapter.name}' from {loaded.get(adapter.name)}, it was told {path}",
-                where=self.engine.url,
+                f"the engine has adapter '{staged.name}' from {loaded}, it was told {path}", where=self.engine.url
             )
-        canary = random.choices(range(base.staged.vocabulary), k=CANARY_TOKENS)
-        answer = self.engine.generate(
-            canary, logprobs=True, extra_key=None, timeout_s=deadline.left_s(), adapter=adapter.name
-        )
-        if answer.cached_tokens:
-            raise BadData(
-                f"{answer.cached_tokens} tokens of a prompt were cached before the adapter's first request",
-                where=self.engine.url,
-                hint="another adapter bears its name",
-            )
+        cached_before, cached_after = self._probe(staged, base, deadline)
         self.check_in()
         self._refuse_other_base(base, deadline)
-        version = str(manifest.version)
-        self.engine.set_label(version, deadline.left_s())
-        label = self.engine.label(deadline.left_s())
-        if label != version:
-            raise BadData(f"the engine calls itself '{label}' after it was told '{version}'", where=self.engine.url)
+        label = staged.adapter.base_label
+        self.engine.set_label(label, deadline.left_s())
+        reported = self.engine.label(deadline.left_s())
+        if reported != label:
+            raise BadData(f"the engine calls itself '{reported}' after it was told '{label}'", where=self.engine.url)
         proof = Activated(
-            version=manifest.version,
+            version=staged.manifest.version,
             previous=base.manifest.version,
-            weights_digest=manifest.weights_digest,
-            adapter=adapter.name,
+            weights_digest=staged.manifest.weights_digest,
+            adapter=staged.name,
             pause_s=0.0,
             load_s=load_s,
             predicted=base.proof.predicted,
@@ -93,14 +87,50 @@ class AdapterActivation:
             checksums=base.proof.checksums,
             engine_checksum=base.checksum,
             changed=False,
-            version_reported=label,
-            digest_before=adapter.digest,
+            version_reported=reported,
+            digest_before=staged.digest,
             digest_after=digest_after,
             flush=False,
-            cached_tokens_before=None,
-            cached_tokens_after=answer.cached_tokens,
+            cached_tokens_before=cached_before,
+            cached_tokens_after=cached_after,
         )
-        return Served(base.staged, base.start, base.checksum, proof, adapter)
+        return Served(base.staged, base.start, base.checksum, proof, staged)
+
+    def _probe(self, staged: StagedAdapter, base: Served, deadline: Deadline) -> tuple[int, int]:
+        """The engine's log-probabilities under the new name are the trainer's, and nothing that it cached under the name
+        before is used. Cached tokens of one prompt under the old name, asked twice, and then under the new one."""
+        probe = staged.adapter.probe
+        cached = []
+        for name in (base.name, base.name, staged.name):
+            answer = self.engine.generate(
+                probe.token_ids[0], logprobs=False, extra_key=None, timeout_s=deadline.left_s(), adapter=name
+            )
+            cached.append(answer.cached_tokens)
+        if cached[-1]:
+            raise BadData(
+                f"{cached[-1]} tokens of a prompt were cached before the adapter's first request",
+                where=self.engine.url,
+                hint="another adapter bears its name",
+            )
+        gap = 0.0
+        for token_ids, expected in zip(probe.token_ids, probe.logprobs, strict=True):
+            answer = self.engine.generate(
+                token_ids, logprobs=True, extra_key=None, timeout_s=deadline.left_s(), adapter=staged.name
+            )
+            found = [value for value in answer.prompt_logprobs[1:] if value is not None]
+            if len(found) != len(expected):
+                raise BadData(
+                    f"the engine answers {len(found)} log-probabilities of {len(expected)}", where="/generate"
+                )
+            gap = max(gap, *(abs(a - b) for a, b in zip(found, expected, strict=True)))
+        if not gap <= probe.tolerance:
+            raise BadData(
+                f"log-probabilities under adapter '{staged.name}' differ from the trainer's by up to {gap:.3g}, tolerated are "
+                f"{probe.tolerance:g}",
+                where=self.engine.url,
+                hint="the engine does not apply the adapter as it was trained; set reload.adapters=merged",
+            )
+        return cached[1], cached[2]
 
     def _refuse_other_base(self, base: Served, deadline: Deadline) -> None:
         """The engine's own tensors must be those that the adapter was trained beside: its checksums say nothing of adapters."""
@@ -113,26 +143,16 @@ class AdapterActivation:
                 hint="somebody else changed them; the next reload brings the base again",
             )
 
-    def _kept(self, adapter: StagedAdapter, base: Served) -> Served | None:
+    def _kept(self, staged: StagedAdapter, base: Served) -> Served | None:
         """What was served before, if it still is; it gets its name back. Else the engine gets one that nobody believes."""
         grace = Deadline(CONTINUE_GRACE_S)
         with suppress(ColchisError):
-            self.engine.unload_adapter(adapter.name, grace.left_s())
+            self.engine.unload_adapter(staged.name, UNLOAD_S)
         try:
             self._refuse_other_base(base, grace)
-            self.engine.set_label(str(base.manifest.version), grace.left_s())
+            self.engine.set_label(base.label, grace.left_s())
         except ColchisError:
             with suppress(ColchisError):
-                self.engine.set_label(unproven(adapter.manifest.version), CONTINUE_GRACE_S)
+                self.engine.set_label(unproven(staged.manifest.version), CONTINUE_GRACE_S)
             return None
         return base
-
-    def _unload_old(self, keep: set[str | None], deadline: Deadline) -> None:
-        """Adapters of this shelf that no new request will name. Best effort: they cost memory, nothing else."""
-        with suppress(ColchisError):
-            for name, folder in self.engine.adapters(deadline.left_s()).items():
-                if name not in keep and folder.startswith(self.engine_folder):
-                    self.engine.unload_adapter(name, deadline.left_s())
-
-    def _path_of(self, adapter: StagedAdapter) -> str:
-        return f"{self.engine_folder}/{adapter.folder.relative_to(self.shelf.folder)}"

@@ -8,7 +8,8 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from colchis.components.agent.activation import Activation, ActivationFailed, Served
@@ -36,6 +37,7 @@ from colchis.components.weights.protocol import (
     Prepared,
     Probe,
     Probed,
+    ServedAdapter,
     Status,
     Verified,
     Verify,
@@ -104,7 +106,7 @@ class Agent:
         cache = NodeCache(settings.cache, budget_bytes=settings.cache_bytes) if settings.cache else None
         self.staging = Staging(settings.staging, budget_bytes=settings.budget_bytes, cache=cache)
         self.lease = PauseLease(self.engine, self.staging.folder)
-        self.shelf = Shelf(self.staging.folder / "adapters")
+        self.shelf = Shelf(self.staging)
         self._belief = Belief(self.engine, self.staging, self.shelf)
         self._engine_lock = threading.Lock()
         self._activating = threading.Event()
@@ -129,16 +131,18 @@ class Agent:
         deadline, started = Deadline(request.deadline_s), time.monotonic()
         run, version = request.run, request.version
         transfers: list[Transfer] = []
+        self._adopt(deadline)
         with self.staging.locked(run, version, deadline):
             keep = self._belief.places
             manifest = read_manifest(self.store, run, version)
             if manifest.adapter is not None and self._serves(manifest.adapter, deadline):
                 base, repeated = self._stage(run, manifest.adapter.base_version, keep, deadline)
                 transfers += [] if repeated else base.transfers
-                adapter, repeated = self.shelf.fill(self.store, manifest, keep, deadline)
+                adapter, repeated = self.shelf.fill(self.store, manifest, manifest.adapter, keep, deadline)
                 transfers += adapter.transfers
                 digest, name = adapter.digest, adapter.name
             else:
+                self.shelf.drop(run, version)
                 staged, repeated = self.staging.fill(self.store, run, version, keep, deadline)
                 transfers += staged.transfers
                 digest, name = staged.digest, None
@@ -170,24 +174,32 @@ class Agent:
 
     def _serves(self, adapter: Adapter, deadline: Deadline) -> bool:
         """Whether this engine takes the adapter beside its base; else it gets the two merged."""
-        return self.engine.facts(min(PATIENCE_S, deadline.left_s())).adapter_rank >= adapter.rank
+        facts = self.engine.facts(min(PATIENCE_S, deadline.left_s()))
+        targets = facts.adapter_targets
+        return facts.adapter_rank >= adapter.rank and (targets is None or set(adapter.targets) <= targets)
+
+    def _adopt(self, deadline: Deadline) -> None:
+        """Know what an agent before this one served, before anything is fetched: it must stay on the disk."""
+        if self._belief.served is None:
+            with suppress(PeerUnavailable, BadData), self._exclusive(deadline):
+                self._belief.check(self.engine.facts())
 
     def verify(self, request: Verify) -> Verified:
         """Boundary 2: read the staged copy again under its lock."""
         deadline, started = Deadline(request.deadline_s), time.monotonic()
         with self.staging.locked(request.run, request.version, deadline):
-            adapter = self.shelf.find(request.run, request.version)
-            if adapter is not None:
-                files = self.shelf.reread(adapter).files
+            staged = self._staged(request.run, request.version)
+            if isinstance(staged, StagedAdapter):
+                staged = self.shelf.reread(staged)
                 return Verified(
                     version=request.version,
-                    weights_digest=adapter.digest,
-                    adapter=adapter.name,
-                    tensors=adapter.tensors,
-                    bytes=sum(f.bytes for f in files),
+                    weights_digest=staged.digest,
+                    adapter=staged.name,
+                    tensors=staged.tensors,
+                    bytes=sum(f.bytes for f in staged.adapter.files),
                     seconds=time.monotonic() - started,
                 )
-            staged = self.staging.reread(self.staging.require(request.run, request.version))
+            staged = self.staging.reread(staged)
         return Verified(
             version=request.version,
             weights_digest=staged.digest,
@@ -234,6 +246,10 @@ class Agent:
                 proof = self._activate(request, deadline)
             except (BadData, BadConfig):
                 self._belief.lost = None  # another try would end alike: the next reload brings what is right
+                raise
+            except ColchisError:
+                self._belief.forget()  # of an adapter's base, if that is what it got: the next look fills it again
+                self._belief.failure = None
                 raise
             self._belief.lost = None
             return proof
@@ -283,43 +299,57 @@ class Agent:
 
     def _activate_adapter(
         self,
-        adapter: StagedAdapter,
+        staged: StagedAdapter,
         request: Activate,
         facts: EngineFacts,
         previous: Served | None,
         deadline: Deadline,
     ) -> Served:
-        """The adapter into an engine that holds its base; another engine gets the base first, like any whole version."""
-        wanted = adapter.manifest.adapter
-        assert wanted is not None
-        if request.kind != adapter.manifest.kind:
+        """The adapter into an engine that holds its base; another engine gets the base first."""
+        if request.kind != staged.manifest.kind:
             raise BadData(
-                f"weights v{request.version} are of kind '{adapter.manifest.kind}', activate asks for '{request.kind}'"
+                f"weights v{request.version} are of kind '{staged.manifest.kind}', activate asks for '{request.kind}'"
             )
         base = previous
-        if (
-            base is None
-            or base.staged.manifest.weights_digest != wanted.base_digest
-            or self._belief.failure is not None
-        ):
-            with self.staging.locked(request.run, wanted.base_version, deadline):
-                staged = self.staging.require(request.run, wanted.base_version)
-                if staged.digest != wanted.base_digest:
-                    raise BadData(
-                        f"the adapter of v{request.version} belongs on {wanted.base_digest[:12]}, v{wanted.base_version} is "
-                        f"{staged.digest[:12]}",
-                        hint="the train commit contradicts itself",
-                    )
-                order = request.model_copy(update={"version": wanted.base_version, "kind": staged.manifest.kind})
-                base = self._activate_whole(staged, order, facts, previous, deadline)
+        if base is None or base.staged.manifest.weights_digest != staged.adapter.base_digest:
+            base = self._activate_base(staged, request, facts, previous, deadline)
         activation = AdapterActivation(
             self.engine,
             self.shelf,
             engine_folder=self._seen_by_engine(self.shelf.folder),
             check_in=self._check_in,
         )
-        ground = base
-        return self._believed(base, adapter.place, lambda: activation.run(adapter, ground, deadline))
+        served = self._believed(base, staged.place, partial(activation.run, staged, base, deadline))
+        activation.unload_others({served.name, base.name})
+        if base is previous:
+            return served
+        proof = served.proof.model_copy(  # what the base cost, and what it took the place of
+            update={"pause_s": base.proof.pause_s, "previous": base.proof.previous, "changed": base.proof.changed}
+        )
+        served = replace(served, proof=proof)
+        self._belief.hold(served)
+        return served
+
+    def _activate_base(
+        self,
+        adapter: StagedAdapter,
+        request: Activate,
+        facts: EngineFacts,
+        previous: Served | None,
+        deadline: Deadline,
+    ) -> Served:
+        """What an adapter belongs on, by an activation like any other."""
+        version = adapter.adapter.base_version
+        with self.staging.locked(request.run, version, deadline):
+            staged = self.staging.require(request.run, version)
+            if staged.digest != adapter.adapter.base_digest:
+                raise BadData(
+                    f"the adapter of v{request.version} belongs on {adapter.adapter.base_digest[:12]}, v{version} is "
+                    f"{staged.digest[:12]}",
+                    hint="the train commit contradicts itself",
+                )
+            order = request.model_copy(update={"version": version, "kind": staged.manifest.kind})
+            return self._activate_whole(staged, order, facts, previous, deadline)
 
     def _believed(self, previous: Served | None, place: Place, activate: Callable[[], Served]) -> Served:
         """Run one activation, and believe afterwards what it proved, or what it proved to be left."""
@@ -391,7 +421,7 @@ class Agent:
             version=manifest.version if manifest else None,
             run=manifest.run if manifest else None,
             weights_digest=manifest.weights_digest if manifest else None,
-            adapter=view.served.name if view.served else None,
+            adapter=_served_adapter(view.served),
             reason=view.reason,
             prepared=self._prepared(),
             ready=view.ready,
@@ -494,3 +524,7 @@ class Agent:
             yield
         finally:
             self._engine_lock.release()
+
+
+def _served_adapter(served: Served | None) -> ServedAdapter | None:
+    return ServedAdapter(name=served.adapter.name, label=served.label) if served and served.adapter else None

@@ -132,7 +132,7 @@ def build_app(agent: Agent, token: str) -> FastAPI:
     def activate(request: Activate) -> Activated:
         answer = counted("activate", lambda: agent.activate(request))
         if not answer.repeated:
-            if answer.adapter is None:
+            if answer.pause_s:
                 metrics.pause.observe(answer.pause_s)
             metrics.load.observe(answer.load_s)
         return answer

@@ -9,7 +9,7 @@ from colchis.components.agent.activation import Served
 from colchis.components.agent.engine import Engine, EngineFacts
 from colchis.components.agent.shelf import Shelf
 from colchis.components.agent.staging import Place, Staging
-from colchis.components.errors import BadData, ColchisError
+from colchis.components.errors import BadData, ColchisError, PeerUnavailable
 from colchis.components.logs import event
 from colchis.components.records.weights import WeightsManifest
 from colchis.components.weights.deadline import Deadline
@@ -49,7 +49,7 @@ class Belief:
         if self.served is None and self._record.exists():
             self._adopt(facts)
         served = self.served
-        if served is not None and (facts.start != served.start or facts.label != str(served.manifest.version)):
+        if served is not None and (facts.start != served.start or facts.label != served.label):
             event(log, "the engine lost its version", label=facts.label, version=served.manifest.version)
             if facts.start != served.start:  # under a foreign label somebody else drives the engine
                 self.lost = served.manifest
@@ -85,22 +85,29 @@ class Belief:
             adapter, whole = None, version
             if proof.adapter is not None:
                 with self._staging.locked(run, version, Deadline(0)):
-                    adapter = self._shelf.require(run, version)
-                assert adapter.manifest.adapter is not None
-                whole = adapter.manifest.adapter.base_version
+                    adapter = self._shelf.find(run, version)
+                if adapter is None:
+                    raise BadData(f"the adapter of v{version} is not here any more")
+                whole = adapter.adapter.base_version
             with self._staging.locked(run, whole, Deadline(0)):
                 staged = self._staging.require(run, whole)
             if record["start"] != facts.start:
                 self.lost = (adapter or staged).manifest
                 raise BadData(f"the engine was restarted since v{version} was activated in it")
-            if facts.label != str(version):
-                raise BadData(f"the engine calls itself '{facts.label}', not v{version}")
+            served = Served(staged, facts.start, proof.engine_checksum, proof, adapter)
+            if facts.label != served.label:
+                raise BadData(f"the engine calls itself '{facts.label}', not '{served.label}'")
             if self._engine.checksums(CHECKSUMS_DEADLINE_S).whole != proof.engine_checksum:
                 raise BadData(f"the engine's tensors are not those of v{whole} any more")
             if adapter is not None and adapter.name not in self._engine.adapters(CHECKSUMS_DEADLINE_S):
                 raise BadData(f"the engine has no adapter '{adapter.name}' any more")
+        except (
+            PeerUnavailable
+        ) as error:  # a version's lock is held, or the engine is slow: asked again with the next look
+            log.info("what the last agent served cannot be looked at yet: %s", error)
+            return
         except (ColchisError, OSError, ValueError, KeyError) as error:
             log.warning("what the last agent served is not taken over: %s", error)
             self._record.unlink(missing_ok=True)
             return
-        self.served = Served(staged, facts.start, proof.engine_checksum, proof, adapter)
+        self.served = served

@@ -33,6 +33,8 @@ class EngineFacts:
     tensor_parallel: int
     adapter_rank: int
     """Largest rank of an adapter that it serves beside its weights; 0: it serves none."""
+    adapter_targets: frozenset[str] | None
+    """Layers that adapters may change; None: any."""
     paused: bool
     """It is well and takes no request; also an embedded engine that has no weights yet."""
 
@@ -85,7 +87,7 @@ class Engine:
             dtype=str(info.get("dtype")),
             device=str(info.get("device", "cpu" if embedded else "unknown")),
             tensor_parallel=int(info.get("tp_size", 1)),
-            adapter_rank=int(info.get("max_lora_rank") or 0) if info.get("enable_lora") else 0,
+            **_adapters(info),
             paused=(self._probe("/ready", timeout_s), self._probe("/ping", timeout_s)) == (503, 200),
         )
 
@@ -219,3 +221,11 @@ class Engine:
             message = body.get("message") or body.get("error") if isinstance(body, dict) else None
             raise BadData(f"engine {self.url} answers {status}: {message or text[:300]}", where=path)
         return body
+
+
+def _adapters(info: dict[str, Any]) -> dict[str, Any]:
+    """The facts about adapters in /server_info. SGLang loads none at run time when it has replicas of its own."""
+    rank = int(info.get("max_lora_rank") or 0) if info.get("enable_lora") and info.get("dp_size", 1) == 1 else 0
+    named = info.get("lora_target_modules")
+    targets = frozenset(map(str, named)) if isinstance(named, list) and "all" not in named else None
+    return {"adapter_rank": rank, "adapter_targets": targets}

@@ -102,6 +102,18 @@ class Staging:
         finally:
             lock.release()
 
+    @contextmanager
+    def if_free(self, run: str, version: int) -> Iterator[bool]:
+        """Hold the lock of a version if nobody else does; False: somebody does."""
+        with self._guard:
+            lock = self._locks.setdefault((run, version), threading.Lock())
+        taken = lock.acquire(blocking=False)
+        try:
+            yield taken
+        finally:
+            if taken:
+                lock.release()
+
     def find(self, run: str, version: int) -> Staged | None:
         """The version, if this process has verified it."""
         return self._staged.get((run, version))
@@ -214,15 +226,11 @@ class Staging:
             run, version = folder.parent.name, version_of(folder)
             if version is None or folder == live or (run, version) in keep or version > newest.get(run, 1 << 62):
                 continue
-            with self._guard:
-                lock = self._locks.setdefault((run, version), threading.Lock())
-            if lock.acquire(blocking=False):
-                try:
+            with self.if_free(run, version) as free:
+                if free:
                     self._staged.pop((run, version), None)
                     shutil.rmtree(folder, ignore_errors=True)
                     removed.append((run, version))
-                finally:
-                    lock.release()
         return removed
 
     def _admit(self, manifest: WeightsManifest, folder: Path, digest: str, transfers: tuple[Transfer, ...]) -> Staged:

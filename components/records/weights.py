@@ -37,20 +37,43 @@ class Delta(Record):
     payload: Payload
 
 
+class Probe(Record):
+    """What the trainer says of some tokens: the proof of an adapter, which an engine's checksums do not cover."""
+
+    token_ids: list[list[int]] = Field(min_length=1)
+    logprobs: list[list[float]]
+    """Of all tokens but each sequence's first, natural logarithm at temperature 1."""
+    tolerance: float = Field(gt=0)
+    """Largest gap at which an engine still has the same weights."""
+
+
 class Adapter(Record):
-    """The version once more, as a low-rank adapter beside the base that it was trained on; files as PEFT names them."""
+    """The version once more, as a low-rank adapter beside the base that it was trained on."""
 
     base_version: int = Field(ge=0)
     base_digest: str = Field(pattern=r"^[0-9a-f]{64}$")
     """`weights_digest` of the version that it belongs on."""
     rank: int = Field(ge=1)
+    targets: tuple[str, ...] = Field(min_length=1)
+    """Last names of the linear layers that it changes."""
     files: list[Payload] = Field(min_length=1)
+    """As PEFT names them."""
+    probe: Probe
 
     @property
     def digest(self) -> str:
         """sha256 over name and checksums of each file, sorted by name."""
         lines = sorted(f"{f.name}\t{f.sha256}\t{f.xxh3_128}\n" for f in self.files)
         return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+    @property
+    def base_label(self) -> str:
+        """What an engine calls itself that holds the base and serves adapters on it; requests say which one."""
+        return f"base-{self.base_digest[:12]}"
+
+    def name(self, run: str, version: int) -> str:
+        """The name under which engines serve it: run, version and content, so that none is ever used for two."""
+        return f"{run}-v{version}-{self.digest[:12]}"
 
 
 class WeightsManifest(Record):
@@ -103,10 +126,9 @@ class WeightsManifest(Record):
         return sum(t.bytes for t in self.tensors)
 
     @property
-    def adapter_name(self) -> str:
-        """The name under which engines serve the adapter: it says run, version and content, so none is ever used for two."""
-        assert self.adapter is not None
-        return f"{self.run}-v{self.version}-{self.adapter.digest[:12]}"
+    def adapter_name(self) -> str | None:
+        """Name of its adapter in an engine; None: it has none."""
+        return self.adapter.name(self.run, self.version) if self.adapter else None
 
     def file_bytes(self) -> int:
         """Bytes of all files: what a transfer moves."""

@@ -83,7 +83,7 @@ async def generate(
         "logprob_start_len": -1,
     }
     if engine.adapter is not None:
-        body["lora_path"] = engine.adapter
+        body["lora_path"] = engine.adapter.name
     try:
         async with asyncio.timeout(timeout_s):  # httpx bounds each read, not the whole answer
             answer = await client.post(f"{engine.url}/generate", json=body, timeout=timeout_s)
@@ -91,9 +91,7 @@ async def generate(
         return _all(inputs, Fault.TIMEOUT, f"no answer within {timeout_s:g} s")
     except httpx.HTTPError as e:
         return _all(inputs, Fault.CONNECTION, f"{type(e).__name__} {e}".strip())
-    if (
-        answer.status_code == 400 and engine.adapter is None
-    ):  # an adapter may just have gone, with the engine that had it
+    if answer.status_code == 400 and not _is_about_adapter(answer, engine):
         raise BadData(f"the engine refuses a request of {wanted}: {_message(answer)}", where=engine.url)
     if answer.status_code in (401, 403):
         raise BadConfig(f"the engine wants a key (HTTP {answer.status_code})", where=engine.url)
@@ -106,6 +104,11 @@ async def generate(
     if not isinstance(items, list) or len(items) != len(inputs):
         return _all(inputs, Fault.MALFORMED, f"expected a list of {len(inputs)} samples")
     return [_checked(item, wanted, engine, int(p["max_new_tokens"])) for item, p in zip(items, parameters, strict=True)]
+
+
+def _is_about_adapter(answer: httpx.Response, engine: Engine) -> bool:
+    """Whether a refusal says that the adapter is not there: the engine that had it may just have been started anew."""
+    return engine.adapter is not None and "lora" in _message(answer).lower()
 
 
 def _all(inputs: Sequence[Sequence[int]], fault: Fault, detail: str) -> list[Completion | Refusal]:
@@ -160,21 +163,22 @@ def _aborted(item: Any, wanted: Wanted, engine: Engine, max_new_tokens: int, det
 
 
 def _piece(item: Any, wanted: Wanted, engine: Engine, max_new_tokens: int) -> Piece | Refusal:
-    """The checks of tokens, whatever ended them.
-
-    Labels say what an engine called itself. Tokens of an adapter are of the version that the request named, whatever the
-    engine was called meanwhile.
-    """
+    """The checks of tokens, whatever ended them."""
     meta = item["meta_info"]
     ids = [int(i) for i in item["output_ids"]]
     spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(ids)}]
-    labels = [str(span["version"]) for span in spans]
-    other = next((label for label in [*labels, str(meta["weight_version"])] if wanted.read(label) is None), None)
-    if other is not None:
-        return Refusal(Fault.WRONG_VERSION, f"expected {wanted}, found {other}")
     bounds = [(int(span["start"]), int(span["end"])) for span in spans]
     if bounds[0][0] != 0 or bounds[-1][1] != len(ids) or any(a[1] != b[0] for a, b in itertools.pairwise(bounds)):
         return Refusal(Fault.MALFORMED, f"weight_versions {bounds} do not cover {len(ids)} tokens")
+    versions: list[VersionSpan] = []
+    for label, (start, end) in zip([str(span["version"]) for span in spans], bounds, strict=True):
+        version = _version(label, wanted, engine)
+        if version is None:
+            return Refusal(Fault.WRONG_VERSION, f"expected {wanted}, found {label}")
+        if start < end:
+            versions.append(VersionSpan(version, start, end))
+    if _version(last := str(meta["weight_version"]), wanted, engine) is None:
+        return Refusal(Fault.WRONG_VERSION, f"expected {wanted}, found {last}")
     if not 1 <= len(ids) <= max_new_tokens:
         return Refusal(Fault.MALFORMED, f"{len(ids)} output tokens, expected 1 to {max_new_tokens}")
     entries = meta["output_token_logprobs"]
@@ -183,12 +187,17 @@ def _piece(item: Any, wanted: Wanted, engine: Engine, max_new_tokens: int) -> Pi
     logprobs = tuple(float(np.float32(entry[0])) for entry in entries)
     if not all(math.isfinite(p) and p <= LOGPROB_SLACK for p in logprobs):
         return Refusal(Fault.MALFORMED, "a log-probability is not finite or above 0")
-    versions = [VersionSpan(int(v), a, b) for v, (a, b) in zip(labels, bounds, strict=True) if a < b]
-    if engine.adapter_version is not None:
-        versions = [VersionSpan(engine.adapter_version, 0, len(ids))]
     return Piece(
         token_ids=tuple(ids),
         logprobs=logprobs,
         versions=tuple(versions),
         cached_tokens=int(meta.get("cached_tokens") or 0),
     )
+
+
+def _version(label: str, wanted: Wanted, engine: Engine) -> int | None:
+    """The version of tokens under a label, if it is wanted. Where an adapter was named, the label says that its base was
+    there, and the version is the one that was named, whatever the engine serves by now."""
+    if engine.adapter is None:
+        return wanted.read(label)
+    return engine.adapter.version if label == engine.adapter.label and wanted.accepts(engine.adapter.version) else None

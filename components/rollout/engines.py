@@ -25,14 +25,24 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1", "0.0.0.0")
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """A version that an engine serves beside its base."""
+
+    name: str
+    """What a request must give."""
+    version: int
+    label: str
+    """What the engine calls itself while the base is there."""
+
+
+@dataclass(frozen=True, slots=True)
 class Engine:
     """One engine: `id` is what trajectories record."""
 
     id: str
     url: str
-    adapter: str | None = None
-    """Name to ask for, where the version is served as an adapter."""
-    adapter_version: int | None = None
+    adapter: Adapter | None = None
+    """None: what it serves, it serves whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +129,10 @@ async def _ask_agent(client: httpx.AsyncClient, agent: str, headers: dict[str, s
         answer.raise_for_status()
         body = answer.json()
         version = None if body["version"] is None else int(body["version"])
-        adapter = None if body.get("adapter") is None else str(body["adapter"])
-        engine = Engine(
-            str(body["engine_id"]),
-            _reachable(str(body["engine_url"]), agent),
-            adapter,
-            version if adapter else None,
-        )
+        adapter = None
+        if version is not None and (served := body.get("adapter")) is not None:
+            adapter = Adapter(str(served["name"]), version, str(served["label"]))
+        engine = Engine(str(body["engine_id"]), _reachable(str(body["engine_url"]), agent), adapter)
         return EngineStatus(engine, version, bool(body["ready"]))
     except httpx.HTTPError as e:
         return EngineStatus(unknown, None, False, f"agent: {type(e).__name__} {e}".strip())

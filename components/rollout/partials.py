@@ -52,7 +52,7 @@ class Partial:
             versions=_joined([*self.pieces, last]),
             cached_tokens=self.pieces[0].cached_tokens,
         )
-        return _cut(whole, len(self.token_ids), stop, tokenizer)
+        return _cut(whole, len(self.pieces[0].token_ids), stop, tokenizer)
 
 
 def _joined(pieces: Sequence[Piece]) -> tuple[VersionSpan, ...]:
@@ -70,8 +70,10 @@ def _joined(pieces: Sequence[Piece]) -> tuple[VersionSpan, ...]:
 
 
 def _cut(whole: Completion, border: int, stop: Sequence[str], tokenizer: Tokenizer) -> Completion:
-    """End the turn at the first token after `border` with which a stop text is complete."""
-    for length in range(border + 1, len(whole.token_ids)):
+    """End the turn with the first token after `border`, the first one between two requests, that completes a stop text."""
+    if not any(text in tokenizer.decode(whole.token_ids) for text in stop):
+        return whole
+    for length in range(border + 1, len(whole.token_ids) + 1):
         text = tokenizer.decode(whole.token_ids[:length])
         found = next((s for s in stop if s in text), None)
         if found is not None:

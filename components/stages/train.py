@@ -10,7 +10,7 @@ import click
 
 from colchis.components.logs import event
 from colchis.components.records.batch import Batch, read_batch
-from colchis.components.records.weights import Adapter, Delta, WeightsManifest
+from colchis.components.records.weights import Adapter, Delta, Probe, WeightsManifest
 from colchis.components.stages.batch import empty_batch
 from colchis.components.stages.context import Stage, Stopwatch, scratch, stage_command
 from colchis.components.store import Attempt, Commit, Payload, read_input
@@ -80,7 +80,9 @@ def train(stage: Stage, iteration: int) -> None:
         if stage.config.reload.delta == "auto" and result.kind == "full":
             manifest = _with_delta(stage, attempt, manifest, model, [path for _, path in weights], folder / "delta")
         if adapter and stage.config.reload.adapters == "auto":
-            manifest = _with_adapter(stage, manifest, adapter)
+            said, tolerance = result.probe, stage.config.reload.probe_tolerance
+            probe = Probe(token_ids=said.token_ids, logprobs=said.logprobs, tolerance=tolerance)
+            manifest = _with_adapter(stage, manifest, adapter, probe)
         attempt.put(MANIFEST, manifest.to_bytes())
         commit = attempt.commit(
             outputs={
@@ -130,10 +132,17 @@ def _with_delta(
     return WeightsManifest.model_validate({**manifest.model_dump(), "delta": delta})
 
 
-def _with_adapter(stage: Stage, manifest: WeightsManifest, files: list[Payload]) -> WeightsManifest:
-    """The manifest with what an engine needs that serves the adapter beside v0."""
-    base = read_manifest(stage.store, stage.run, 0)
-    adapter = Adapter(base_version=0, base_digest=base.weights_digest, rank=stage.config.trainer.lora_rank, files=files)
+def _with_adapter(stage: Stage, manifest: WeightsManifest, files: list[Payload], probe: Probe) -> WeightsManifest:
+    """The manifest with what an engine needs that serves the adapter beside v0, and with what proves it."""
+    config = stage.config.trainer
+    adapter = Adapter(
+        base_version=0,
+        base_digest=read_manifest(stage.store, stage.run, 0).weights_digest,
+        rank=config.lora_rank,
+        targets=config.lora_targets,
+        files=files,
+        probe=probe,
+    )
     return WeightsManifest.model_validate({**manifest.model_dump(), "adapter": adapter})
 
 

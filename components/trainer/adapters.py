@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA): the base weights stay, and each chosen linear layer learns B @ A beside its own.
 
-What engines get is the merged model, like that of any other run; what the state keeps is the adapter alone, as the folder
-that PEFT and SGLang read.
+Each version is published merged, like that of any other run, and as the adapter alone, the folder that PEFT and SGLang read;
+the state keeps the latter.
 """
 
 from __future__ import annotations

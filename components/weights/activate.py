@@ -22,7 +22,7 @@ from colchis.components.errors import BadConfig, BadData, Bug, ColchisError, Pee
 from colchis.components.http_client import pool_client
 from colchis.components.records.boundary import Boundary, BoundaryRecord
 from colchis.components.records.run import now
-from colchis.components.records.weights import WeightsManifest
+from colchis.components.records.weights import Adapter, WeightsManifest
 from colchis.components.store import Store, keys
 from colchis.components.weights.architecture import EMBEDDING
 from colchis.components.weights.deadline import Deadline
@@ -202,7 +202,7 @@ def verify_published(store: Store, run: str, version: int) -> BoundaryRecord:
             "bytes": manifest.file_bytes(),
             "delta_bytes": delta.bytes if delta else None,
             "delta_is_right": store.holds(delta) if delta else None,  # a damaged one makes agents fetch whole files
-            "adapter": manifest.adapter_name if manifest.adapter else None,
+            "adapter": manifest.adapter_name,
             "tensors": len(manifest.tensors),
             "weights_digest": manifest.weights_digest,
         },
@@ -248,7 +248,7 @@ async def activate_all(
         expected = _digest(manifest, answer.adapter)
         _expect("digest of the staged copy before the load", expected, answer.digest_before)
         _expect("digest of the staged copy after the load", expected, answer.digest_after)
-        _expect("version that the engine reports", str(manifest.version), answer.version_reported)
+        _expect("label that the engine reports", _label(manifest, answer.adapter), answer.version_reported)
         return answer.model_dump(mode="json")
 
     records = await _everywhere(agents, Boundary.LOAD, manifest, activate, deadline_s)
@@ -281,7 +281,7 @@ async def probe_all(
 
     async def ask(agent: AgentClient, left_s: float) -> dict[str, Any]:
         answer = await agent.probe(Probe(token_ids=sequences, deadline_s=left_s))
-        _expect("version that the answers carry", str(manifest.version), answer.weight_version)
+        _expect("label that the answers carry", _label(manifest, answer.adapter), answer.weight_version)
         if answer.cached_tokens:
             raise BadData(f"{answer.cached_tokens} tokens were cached after the flush")
         gaps = [
@@ -311,13 +311,22 @@ async def probe_all(
 
 def _digest(manifest: WeightsManifest, adapter: str | None) -> str:
     """What a staged copy must hash to: the version's weights, or its adapter where an engine says that it serves this."""
-    if adapter is None:
-        return manifest.weights_digest
-    if manifest.adapter is None or adapter != manifest.adapter_name:
+    return manifest.weights_digest if adapter is None else _adapter(manifest, adapter).digest
+
+
+def _label(manifest: WeightsManifest, adapter: str | None) -> str:
+    """What an engine must call itself that serves the version whole, or as an adapter."""
+    return str(manifest.version) if adapter is None else _adapter(manifest, adapter).base_label
+
+
+def _adapter(manifest: WeightsManifest, name: str) -> Adapter:
+    if manifest.adapter is None or name != manifest.adapter_name:
         raise BadData(
-            f"the agent speaks of adapter '{adapter}', v{manifest.version} has {manifest.adapter and 'another'}"
+            f"the agent speaks of adapter '{name}', the version's is {manifest.adapter_name or 'none'}",
+            where=keys.weights_manifest(manifest.run, manifest.version),
+            hint="agent and stage must be of the same release",
         )
-    return manifest.adapter.digest
+    return manifest.adapter
 
 
 def _expect(what: str, expected: str, found: str) -> None:

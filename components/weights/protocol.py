@@ -51,6 +51,15 @@ class EngineState(StrEnum):
     """An activation failed; `reason` says how. Not in the ready set until one succeeds."""
 
 
+class ServedAdapter(Message):
+    """A version that is served as an adapter."""
+
+    name: str
+    """What a request gives as `lora_path`."""
+    label: str
+    """The engine's own label, which names the base; a token under another one is not of this version."""
+
+
 class Status(Message):
     """GET /status."""
 
@@ -62,8 +71,8 @@ class Status(Message):
     """Proven for this process of the engine; None otherwise, whatever label the engine shows."""
     run: str | None
     weights_digest: str | None
-    adapter: str | None = None
-    """Name that a request gives (`lora_path`) to get the version, where it is an adapter; None: it is served whole."""
+    adapter: ServedAdapter | None = None
+    """How to ask for the version, where it is an adapter; None: it is served whole."""
     reason: str | None = None
     """Why the engine is not ready."""
     prepared: dict[str, list[int]]

@@ -132,6 +132,25 @@ def test_a_stop_text_across_the_border_ends_the_turn(tokenizer):
     assert len(whole.logprobs) == 3
 
 
+@pytest.mark.parametrize("lengths", [(1, 1, 2), (2, 1, 1), (1, 2, 1)])
+def test_a_stop_text_may_end_at_any_border(tokenizer, lengths):
+    """Fault: one that the second of three requests completed, or the very last token."""
+    ids = tokenizer.encode_message("x=7:")
+    pieces, start = [], 0
+    for length in lengths:
+        pieces.append(ids[start : start + length])
+        start += length
+    partial = Partial()
+    for kept in pieces[:-1]:
+        partial.keep(piece(kept))
+    for stop, text in ((["=7"], "x=7"), (["7:"], "x=7:"), (["x="], "x=")):
+        whole = partial.finish(last(pieces[-1]), stop, tokenizer)
+        if len(pieces[0]) >= len(text):
+            continue  # the first engine would have stopped
+        assert (tokenizer.decode(whole.token_ids), whole.finish_reason) == (text, "stop")
+    assert partial.finish(last(pieces[-1]), ["?"], tokenizer).finish_reason == "length"
+
+
 def test_an_abort_with_the_last_possible_token_is_a_full_turn():
     partial = Partial()
     partial.keep(piece([5, 6]))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import httpx
@@ -20,7 +21,8 @@ from colchis.components.errors import BadData
 from colchis.components.records.boundary import BoundaryRecord
 from colchis.components.records.run import Serving
 from colchis.components.records.weights import Adapter as AdapterRecord
-from colchis.components.records.weights import WeightsManifest
+from colchis.components.records.weights import Probe, WeightsManifest
+from colchis.components.rollout import Adapter as ServedBy
 from colchis.components.rollout import Engine, Wanted
 from colchis.components.rollout.client import Completion, Refusal, generate
 from colchis.components.store import Store, keys, upload_input
@@ -32,7 +34,7 @@ from colchis.components.trainer.ranks import process_group
 from colchis.components.trainer.state import write_state, write_weights
 from colchis.components.weights import activate_all, prepare_all, probe_all, verify_all, verify_published
 from colchis.components.weights.manifest import build
-from colchis.components.weights.protocol import EngineState
+from colchis.components.weights.protocol import EngineState, ServedAdapter
 from colchis.components.weights.publish import publish
 from colchis.workflows.local.ports import free_port
 from colchis.workflows.local.services import Child
@@ -168,17 +170,17 @@ def test_what_a_reload_of_adapters_has_to_know(server: EngineProcess, adapters: 
 
 
 class Pool:
-    """That server with an agent; v0 is its base, v1 to v4 are the adapters."""
+    """That server with an agent; v0 is its base, v1 to v4 are the adapters. v5 is said to be what it is not."""
 
     def __init__(self, server: Server, adapters: list[Adapter], store: Store, folder: Path) -> None:
         self.server, self.adapters, self.store = server, adapters, store
         self.model = upload_input(store, server.model)
         base = publish_version(store, server.model, model=self.model, version=0)
-        self.manifests = [base, *(self._publish(n, base) for n in range(1, 1 + len(adapters)))]
+        self.manifests = [base, *(self._publish(n, base, a, a.logprobs) for n, a in enumerate(adapters, start=1))]
+        self.manifests.append(self._publish(len(adapters) + 1, base, adapters[0], adapters[1].logprobs))
         self.agent = AgentProcess(folder, server.url, store.settings)
 
-    def _publish(self, version: int, base: WeightsManifest) -> WeightsManifest:
-        adapter = self.adapters[version - 1]
+    def _publish(self, version: int, base: WeightsManifest, adapter: Adapter, logprobs: list[float]) -> WeightsManifest:
         prefix = keys.iteration_prefix(RUN, version) + "train/attempts/x/"
         path = adapter.merged / "model.safetensors"
         manifest = build(
@@ -191,7 +193,14 @@ class Pool:
             step=version,
         )
         files = [self.store.upload(prefix + p.name, p) for p in sorted(adapter.folder.iterdir())]
-        record = AdapterRecord(base_version=0, base_digest=base.weights_digest, rank=TRAINER.lora_rank, files=files)
+        record = AdapterRecord(
+            base_version=0,
+            base_digest=base.weights_digest,
+            rank=TRAINER.lora_rank,
+            targets=TRAINER.lora_targets,
+            files=files,
+            probe=Probe(token_ids=[TOKENS], logprobs=[logprobs], tolerance=2e-5),
+        )
         return publish(self.store, WeightsManifest.model_validate({**manifest.model_dump(), "adapter": record}))
 
     def reload(self, version: int) -> dict[str, dict[str, Any]]:
@@ -215,23 +224,35 @@ class Pool:
         models = httpx.get(f"{self.server.url}/v1/models").json()["data"]
         return {m["id"] for m in models if m["parent"]}
 
+    def name(self, version: int) -> str:
+        name = self.manifests[version].adapter_name
+        assert name is not None
+        return name
+
     def names(self, *versions: int) -> set[str]:
-        return {self.manifests[v].adapter_name for v in versions}
+        return {self.name(v) for v in versions}
+
+    def served(self, version: int) -> ServedAdapter:
+        adapter = self.manifests[version].adapter
+        assert adapter is not None
+        return ServedAdapter(name=self.name(version), label=adapter.base_label)
 
     def post(self, path: str, body: Any) -> httpx.Response:
         return httpx.post(self.server.url + path, json=body, timeout=DEADLINE_S)
 
     def ask(self, version: int, samples: int, tokens: int) -> list[Completion | Refusal]:
-        """As a rollout does that knows the engine to serve `version`, and takes newer ones."""
+        """As a rollout does that knows the engine to serve `version`, and takes no other."""
+
+        named = self.served(version)
 
         async def run() -> list[Completion | Refusal]:
             async with httpx.AsyncClient() as client:
                 return await generate(
                     client,
-                    Engine("engine-0", self.server.url, self.manifests[version].adapter_name, version),
+                    Engine("engine-0", self.server.url, ServedBy(named.name, version, named.label)),
                     [TOKENS] * samples,
                     [{"max_new_tokens": tokens, "ignore_eos": True, "sampling_seed": n} for n in range(samples)],
-                    wanted=Wanted.at_least(version),
+                    wanted=Wanted.exactly(version),
                     timeout_s=DEADLINE_S,
                 )
 
@@ -265,7 +286,7 @@ def test_versions_are_served_as_adapters_over_five_boundaries(pool: Pool) -> Non
         assert proof["transfer"]["bytes"] == sum(f.bytes for f in manifest.adapter.files), "the base was there"
         assert proof["cache"]["max_gap"] < 2e-5
     status = pool.agent.status()
-    assert (status.version, status.adapter) == (3, pool.manifests[3].adapter_name)
+    assert (status.version, status.adapter) == (3, pool.served(3))
     assert pool.loaded() == pool.names(2, 3)
     assert pool.agent.activate(3).repeated
 
@@ -273,15 +294,24 @@ def test_versions_are_served_as_adapters_over_five_boundaries(pool: Pool) -> Non
 def test_what_is_in_flight_goes_on_under_the_adapter_it_named(pool: Pool, server: EngineProcess) -> None:
     """Fault: tokens said to be of the new version since the engine bears its name by now."""
     pool.reload(1)
+    pool.agent.prepare(2)
+    answers: list[Completion | Refusal] = []
+    activated = Event()
+
+    def keep_asking() -> None:
+        while not activated.is_set():
+            answers.extend(pool.ask(1, 16, 56))
+
     with ThreadPoolExecutor(1) as thread:
-        flying = thread.submit(pool.ask, 1, 24, 48)
+        asking = thread.submit(keep_asking)
         wait_for(server.busy)
-        pool.reload(2)
-        assert not flying.done(), "the activation waited for what was in flight, or there was too little of it"
-        answers = flying.result()
+        assert pool.agent.activate(2).pause_s == 0
+        activated.set()
+        asking.result()
+    assert answers
     for answer in answers:
         assert isinstance(answer, Completion)
-        assert [(v.version, v.start, v.end) for v in answer.versions] == [(1, 0, 48)]
+        assert [(v.version, v.start, v.end) for v in answer.versions] == [(1, 0, 56)]
         expected = sequence_logprobs(pool.adapters[0].policy, [[*TOKENS, *answer.token_ids]])[0]
         assert answer.logprobs == pytest.approx(expected[len(TOKENS) - 1 :], abs=5e-5)
 
@@ -304,6 +334,16 @@ def test_a_damaged_adapter_is_refused_while_the_old_version_serves(pool: Pool) -
     assert pool.reload(4)["cache"]["max_gap"] < 2e-5
 
 
+def test_an_adapter_that_does_not_say_what_the_trainer_says_is_refused(pool: Pool) -> None:
+    """Fault: layers, a scale or a type that the engine reads in another way; its checksums are those of the base alone."""
+    pool.reload(1)
+    pool.agent.prepare(5)
+    with pytest.raises(BadData, match="differ from the trainer's"):
+        pool.agent.activate(5)
+    assert pool.agent.ready().status_code == 503
+    assert pool.reload(2)["load"]["pause_s"] == 0, "the base was there all the time"
+
+
 def test_an_agent_that_is_killed_is_followed_by_one_that_knows(pool: Pool) -> None:
     """Fault: an engine that serves well and leaves the ready set, or is paused, since its agent died."""
     pool.reload(2)
@@ -311,7 +351,22 @@ def test_an_agent_that_is_killed_is_followed_by_one_that_knows(pool: Pool) -> No
     pool.agent.start()
     status = pool.agent.status()
     assert (status.state, status.version) == (EngineState.SERVING, 2)
-    assert status.adapter == pool.manifests[2].adapter_name
+    assert status.adapter == pool.served(2)
+
+
+def test_an_agent_that_is_killed_between_prepare_and_activate(pool: Pool) -> None:
+    """Fault: a version that was prepared and is not there; what is served removed from the disk, and so disowned, since the
+    first question to the new agent was to prepare something."""
+    pool.reload(1)
+    pool.agent.prepare(2)
+    pool.agent.kill()
+    pool.agent.start()
+    proof = pool.agent.activate(2)
+    assert (proof.previous, proof.pause_s) == (1, 0)
+    pool.agent.kill()
+    pool.agent.start()
+    pool.agent.prepare(3)
+    assert pool.agent.status().version == 2
 
 
 def test_a_base_that_somebody_changed_is_noticed_and_repaired(pool: Pool) -> None:
@@ -324,7 +379,9 @@ def test_a_base_that_somebody_changed_is_noticed_and_repaired(pool: Pool) -> Non
         pool.agent.activate(2)
     assert pool.agent.ready().status_code == 503
     assert httpx.get(f"{pool.server.url}/model_info").json()["weight_version"] == "unproven-2"
-    assert pool.reload(2)["cache"]["max_gap"] < 2e-5
+    proof = pool.reload(2)
+    assert proof["load"]["pause_s"] > 0, "the base was loaded again"
+    assert proof["cache"]["max_gap"] < 2e-5
 
 
 def test_a_restarted_engine_gets_base_and_adapter_back(pool: Pool) -> None:

@@ -25,11 +25,13 @@ def free_ports(count: int, *, also_above: int | None = None) -> list[int]:
     """
     pick = random.SystemRandom()
     chosen: list[int] = []
+    reserved: set[int] = set()
     for _ in range(_TRIES):
-        first = not chosen and also_above is not None
-        port = pick.randint(_LOWEST, _HIGHEST - (also_above or 0) if first else _HIGHEST)
-        if port in chosen or not is_free(port) or (first and not is_free(port + (also_above or 0))):
+        above = also_above if also_above is not None and not chosen else 0
+        port = pick.randint(_LOWEST, _HIGHEST - above)
+        if port in {*chosen, *reserved} or not is_free(port) or not is_free(port + above):
             continue
+        reserved.add(port + above)
         chosen.append(port)
         if len(chosen) == count:
             return chosen

@@ -47,5 +47,5 @@ def adapter_arguments(rank: int, targets: Sequence[str]) -> list[str]:
     """SGLang's arguments for serving adapters of a rank, on the layers `targets`, without any kernel of a GPU."""
     return [
         *("--enable-lora", "--lora-backend", "torch_native", "--max-lora-rank", str(rank)),
-        *("--max-loras-per-batch", str(MOST_ADAPTERS), "--lora-target-modules", *targets),
+        *("--max-loras-per-batch", str(MOST_ADAPTERS), "--lora-strict-loading", "--lora-target-modules", *targets),
     ]

@@ -73,6 +73,7 @@ start store env AWS_ACCESS_KEY_ID="$ACCESS_KEY" AWS_SECRET_ACCESS_KEY="$SECRET_K
   sh -c "mount -t overlay overlay -o lowerdir=/tmp,upperdir=$run/tmp/upper,workdir=$run/tmp/work /tmp && "'exec "$@"' \
   sh weed mini -dir=$run/store \
   -ip=$host -ip.bind=$host -master.telemetry=false -webdav=false -admin.ui=false -s3.port.iceberg=0 -s3.port.lance=0 \
+  -s3.autoCreateBucket=false \
   -bucket=colchis
 
 # oom scores and open files: what a root without CAP_SYS_RESOURCE may have

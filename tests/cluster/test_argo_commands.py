@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -57,8 +58,11 @@ def test_what_is_shown(config: Path, calm: list[str], cluster: Cluster) -> None:
     workflow = argo("list", "-l", "colchis.dev/run=calm", "-o", "name").split()[-1]
     assert workflow in argo("list", "-l", "colchis.dev/mode=sync", "-o", "name").split()
     tree = argo("get", workflow)
-    for node in ("begin", "rollout", "batch", "train", "store", "transfer", "buffer", "load", "close"):
-        assert node in tree
+    for stage in ("begin", "rollout", "batch", "train", "reload", "close"):
+        assert f"{stage}(0)" in tree
+    nodes = json.loads(argo("get", workflow, "-o", "json"))["status"]["nodes"].values()
+    boundaries = [n["displayName"] for n in nodes if n["type"] == "Container"]  # the command's tree draws pods only
+    assert Counter(boundaries) == dict.fromkeys(("store", "transfer", "buffer", "load", "cache"), 3)
 
 
 def test_pods_go_and_what_they_made_stays(calm: list[str], cluster: Cluster, store: Store) -> None:

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -25,14 +25,24 @@ def killed(part: Part) -> Iterator[None]:
     if os.environ.get("COLCHIS_TEST_CLUSTER") != "harness":
         pytest.skip("takes a part of the cluster away, which only the harness can give back")
     mark = RUN / "held" / part
+    pid = RUN / "pids" / part
     mark.touch()
-    os.kill(int((RUN / "pids" / part).read_text()), signal.SIGKILL)
+    os.kill(int(pid.read_text()), signal.SIGKILL)
     try:
+        _wait_until(lambda: not pid.read_text().strip(), f"the end of {part} was not seen")
         yield
     finally:
         mark.unlink()
+        _wait_until(lambda: bool(pid.read_text().strip()), f"{part} was not started again")
         if part == "apiserver":
             _wait_for_api()
+
+
+def _wait_until(condition: Callable[[], bool], failure: str, deadline_s: float = 30.0) -> None:
+    until = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < until, failure
+        time.sleep(0.05)
 
 
 def _wait_for_api(deadline_s: float = 120.0) -> None:

@@ -63,9 +63,10 @@ def test_the_controller_and_the_api_server_are_away(
     cluster.pod_of(workflow, "train", deadline_s=DEADLINE_S)
     with killed("apiserver"):
         time.sleep(20)
-    ended(cluster, workflow)
+    cluster.pod_of(workflow, "reload", deadline_s=DEADLINE_S)
     with killed("argo"):  # it went on, but asks for its ConfigMap without a pause since then (docs/operations.md)
         pass
+    ended(cluster, workflow)
     assert digests_of(store, "unwatched") == calm
 
 

@@ -25,6 +25,7 @@ start() { # NAME COMMAND...
       echo $! > "$run/pids/$name"
       wait $!
       [ -e "$run/held/$name" ] || break
+      : > "$run/pids/$name" # its end was seen: whoever holds it may let go
       while [ -e "$run/held/$name" ]; do sleep 0.1; done
     done
   ) 4>&- &

@@ -120,7 +120,7 @@ class Observer:
         body = json.dumps({"input_ids": [3, 4, 5], "sampling_params": {"max_new_tokens": 1, "ignore_eos": True}})
         while not self._end.is_set():
             started = time.perf_counter()
-            connection.request("POST", "/generate", body)
+            connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
             reply = connection.getresponse()
             content = reply.read()
             if reply.status != 200:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -196,14 +197,16 @@ class Activation:
         seconds = time.monotonic() - started
         if dirty:  # new weights over old keys and values: only a retraction makes the flush possible
             self.engine.pause("retract", deadline.left_s())
-        self.engine.flush(deadline.left_s())
+            self.engine.flush(deadline.left_s())  # else the load did it: once more would cost SGLang 0.4 s
         self.check_in()
 
-        after = self.engine.checksums(deadline.left_s())
+        with ThreadPoolExecutor(1, thread_name_prefix="start") as beside:  # both go to the engine's scheduler
+            start = beside.submit(self.engine.start, deadline.left_s())
+            after = self.engine.checksums(deadline.left_s())
         differing = prediction.differences(after.tensors) if prediction else []
         changed = None if before.checksums is None else after.whole != before.checksums.whole
         self._refuse_wrong_weights(staged, differing, changed, previous)
-        if self.engine.facts(deadline.left_s()).start != before.facts.start:
+        if start.result() != before.facts.start:
             raise PeerUnavailable("the engine restarted during the activation", where=self.engine.url)
         self.engine.set_label(str(version), deadline.left_s())
         label = self.engine.label(deadline.left_s())

@@ -134,7 +134,7 @@ class AdapterActivation:
 
     def _refuse_other_base(self, base: Served, deadline: Deadline) -> None:
         """The engine's own tensors must be those that the adapter was trained beside: its checksums say nothing of adapters."""
-        if self.engine.facts(deadline.left_s()).start != base.start:
+        if self.engine.start(deadline.left_s()) != base.start:
             raise PeerUnavailable("the engine restarted during the activation", where=self.engine.url)
         if self.engine.checksums(deadline.left_s()).whole != base.checksum:
             raise BadData(

@@ -78,11 +78,9 @@ class Engine:
     def facts(self, timeout_s: float = PROBE_TIMEOUT_S) -> EngineFacts:
         """Identity, label, type and placement."""
         info = self._read("/server_info", timeout_s)
-        # An SGLang process keeps its seed, drawn at the start, and the measured durations of that start.
-        marks = [info.get(field) for field in ("start_id", "startup_time", "random_seed")]
         embedded = info.get("engine") == "colchis-embedded"
         return EngineFacts(
-            start=json.dumps(marks, sort_keys=True) if any(mark is not None for mark in marks) else "",
+            start=_start(info),
             label=self.label(timeout_s),
             dtype=str(info.get("dtype")),
             device=str(info.get("device", "cpu" if embedded else "unknown")),
@@ -90,6 +88,10 @@ class Engine:
             **_adapters(info),
             paused=(self._probe("/ready", timeout_s), self._probe("/ping", timeout_s)) == (503, 200),
         )
+
+    def start(self, timeout_s: float) -> str:
+        """`EngineFacts.start` alone: one question instead of four."""
+        return _start(self._read("/server_info", timeout_s))
 
     def label(self, timeout_s: float) -> str:
         """Its weight_version, alone."""
@@ -221,6 +223,12 @@ class Engine:
             message = body.get("message") or body.get("error") if isinstance(body, dict) else None
             raise BadData(f"engine {self.url} answers {status}: {message or text[:300]}", where=path)
         return body
+
+
+def _start(info: dict[str, Any]) -> str:
+    """An SGLang process keeps its seed, drawn at the start, and the measured durations of that start."""
+    marks = [info.get(field) for field in ("start_id", "startup_time", "random_seed")]
+    return json.dumps(marks, sort_keys=True) if any(mark is not None for mark in marks) else ""
 
 
 def _adapters(info: dict[str, Any]) -> dict[str, Any]:

@@ -21,14 +21,19 @@ def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weed]:
         yield running
 
 
+def fresh_bucket(weed: Weed) -> StoreSettings:
+    """A bucket of one's own, for tests that share a store longer than one test lasts: an agent knows one store."""
+    settings = replace(weed.settings, bucket=f"test-{uuid.uuid4().hex[:16]}")
+    Store(settings).requests.client.create_bucket(Bucket=settings.bucket)
+    return settings
+
+
 @pytest.fixture
 def store_settings(weed: Weed) -> Iterator[StoreSettings]:
     """A fresh bucket for one test, deleted with what is in it."""
-    settings = replace(weed.settings, bucket=f"test-{uuid.uuid4().hex[:16]}")
-    client = Store(settings).requests.client
-    client.create_bucket(Bucket=settings.bucket)
+    settings = fresh_bucket(weed)
     yield settings
-    client.delete_bucket(Bucket=settings.bucket)
+    Store(settings).requests.client.delete_bucket(Bucket=settings.bucket)
 
 
 @pytest.fixture

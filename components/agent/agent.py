@@ -6,17 +6,16 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
-from colchis.components.agent.activation import Activation, ActivationFailed, Served
-from colchis.components.agent.adapter_activation import AdapterActivation
+from colchis.components.agent.activation import Served
+from colchis.components.agent.activator import PATIENCE_S, Activator
 from colchis.components.agent.belief import Belief
 from colchis.components.agent.cache import NodeCache
-from colchis.components.agent.engine import Engine, EngineFacts
+from colchis.components.agent.engine import Engine
 from colchis.components.agent.pause import PauseLease
 from colchis.components.agent.shelf import Shelf, StagedAdapter
 from colchis.components.agent.staging import Place, Staged, Staging
@@ -55,8 +54,6 @@ UNDO_S = 2.0
 REFILL_DEADLINE_S = 120.0
 JOIN_DEADLINE_S = 3600.0
 """To fetch a whole version beside everything else; nobody waits for it."""
-PATIENCE_S = 30.0
-"""For the first answer of an engine that is to be activated or probed: a busy machine is no dead engine."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +105,15 @@ class Agent:
         self.lease = PauseLease(self.engine, self.staging.folder)
         self.shelf = Shelf(self.staging)
         self._belief = Belief(self.engine, self.staging, self.shelf)
+        self._activator = Activator(
+            self.engine,
+            self.staging,
+            self.shelf,
+            self.lease,
+            self._belief,
+            engine_staging=settings.engine_staging,
+            check_in=self._check_in,
+        )
         self._engine_lock = threading.Lock()
         self._activating = threading.Event()
         self.stopping = threading.Event()
@@ -188,7 +194,7 @@ class Agent:
         """Boundary 2: read the staged copy again under its lock."""
         deadline, started = Deadline(request.deadline_s), time.monotonic()
         with self.staging.locked(request.run, request.version, deadline):
-            staged = self._staged(request.run, request.version)
+            staged = self._activator.prepared(request.run, request.version)
             if isinstance(staged, StagedAdapter):
                 staged = self.shelf.reread(staged)
                 return Verified(
@@ -213,7 +219,7 @@ class Agent:
         deadline = Deadline(request.deadline_s)
         with self._one_activation(deadline), self.staging.locked(request.run, request.version, deadline):
             self._belief.lost = None
-            return self._activate(request, deadline)
+            return self._activator.activate(request, deadline)
 
     def refill(self) -> Activated | None:
         """Bring an engine that serves nothing what its run declares; None: nothing to do, or nobody declares anything.
@@ -239,11 +245,11 @@ class Agent:
         with self._one_activation(deadline), self.staging.locked(declared.run, declared.version, deadline):
             if self._belief.lost is not lost or self._belief.served is not None:
                 return None  # a reload came first
-            kind = self._staged(declared.run, declared.version).manifest.kind
+            kind = self._activator.prepared(declared.run, declared.version).manifest.kind
             request = Activate(run=declared.run, version=declared.version, kind=kind, deadline_s=REFILL_DEADLINE_S)
             event(log, "the engine is filled", run=declared.run, version=declared.version, restarted=lost is not None)
             try:
-                proof = self._activate(request, deadline)
+                proof = self._activator.activate(request, deadline)
             except (BadData, BadConfig):
                 self._belief.lost = None  # another try would end alike: the next reload brings what is right
                 raise
@@ -260,117 +266,6 @@ class Agent:
     def _declared(self, run: str | None) -> Serving | None:
         found = self._quick_store.find(keys.serving(run)) if run else None
         return None if found is None or run is None else Serving.from_bytes(found.data, keys.serving(run))
-
-    def _staged(self, run: str, version: int) -> Staged | StagedAdapter:
-        """What was prepared of a version. BadData when nothing was, or it is damaged."""
-        return self.shelf.find(run, version) or self.staging.require(run, version)
-
-    def _activate(self, request: Activate, deadline: Deadline) -> Activated:
-        """Under the lock of the engine and that of the version."""
-        staged = self._staged(request.run, request.version)
-        facts = self.engine.facts(min(PATIENCE_S, deadline.left_s()))
-        previous = self._belief.check(facts)
-        if previous is not None and previous.prepared == staged and self._belief.failure is None:
-            return previous.proof.model_copy(update={"repeated": True})
-        if isinstance(staged, StagedAdapter):
-            served = self._activate_adapter(staged, request, facts, previous, deadline)
-        else:
-            served = self._activate_whole(staged, request, facts, previous, deadline)
-        if previous is not None and previous.manifest != served.manifest:
-            self._belief.previous = previous
-        event(log, "activated", run=request.run, version=request.version, pause_s=round(served.proof.pause_s, 4))
-        return served.proof
-
-    def _activate_whole(
-        self, staged: Staged, request: Activate, facts: EngineFacts, previous: Served | None, deadline: Deadline
-    ) -> Served:
-        if not self.staging.unchanged(staged):
-            self.staging.reread(staged)
-        activation = Activation(
-            self.engine,
-            self.staging,
-            self.lease,
-            live_path=self._seen_by_engine(self.staging.live),
-            check_in=self._check_in,
-        )
-        return self._believed(
-            previous, staged.place, lambda: activation.run(staged, request, facts, previous, deadline)
-        )
-
-    def _activate_adapter(
-        self,
-        staged: StagedAdapter,
-        request: Activate,
-        facts: EngineFacts,
-        previous: Served | None,
-        deadline: Deadline,
-    ) -> Served:
-        """The adapter into an engine that holds its base; another engine gets the base first."""
-        if request.kind != staged.manifest.kind:
-            raise BadData(
-                f"weights v{request.version} are of kind '{staged.manifest.kind}', activate asks for '{request.kind}'"
-            )
-        base = previous
-        if base is None or base.staged.manifest.weights_digest != staged.adapter.base_digest:
-            base = self._activate_base(staged, request, facts, previous, deadline)
-        activation = AdapterActivation(
-            self.engine,
-            self.shelf,
-            engine_folder=self._seen_by_engine(self.shelf.folder),
-            check_in=self._check_in,
-        )
-        served = self._believed(base, staged.place, partial(activation.run, staged, base, deadline))
-        activation.unload_others({served.name, base.name})
-        if base is previous:
-            return served
-        proof = served.proof.model_copy(  # what the base cost, and what it took the place of
-            update={"pause_s": base.proof.pause_s, "previous": base.proof.previous, "changed": base.proof.changed}
-        )
-        served = replace(served, proof=proof)
-        self._belief.hold(served)
-        return served
-
-    def _activate_base(
-        self,
-        adapter: StagedAdapter,
-        request: Activate,
-        facts: EngineFacts,
-        previous: Served | None,
-        deadline: Deadline,
-    ) -> Served:
-        """What an adapter belongs on, by an activation like any other."""
-        version = adapter.adapter.base_version
-        with self.staging.locked(request.run, version, deadline):
-            staged = self.staging.require(request.run, version)
-            if staged.digest != adapter.adapter.base_digest:
-                raise BadData(
-                    f"the adapter of v{request.version} belongs on {adapter.adapter.base_digest[:12]}, v{version} is "
-                    f"{staged.digest[:12]}",
-                    hint="the train commit contradicts itself",
-                )
-            order = request.model_copy(update={"version": version, "kind": staged.manifest.kind})
-            return self._activate_whole(staged, order, facts, previous, deadline)
-
-    def _believed(self, previous: Served | None, place: Place, activate: Callable[[], Served]) -> Served:
-        """Run one activation, and believe afterwards what it proved, or what it proved to be left."""
-        self._belief.forget()
-        try:
-            served = activate()
-        except ActivationFailed as failure:
-            self._belief.failure = str(failure.error)
-            self._belief.hold(failure.kept)
-            event(log, "activation failed", version=place[1], reason=self._belief.failure)
-            raise failure.error from failure
-        except ColchisError:
-            self._belief.hold(previous)  # refused before the engine was touched
-            raise
-        self._belief.failure = None
-        self._belief.hold(served)
-        return served
-
-    def _seen_by_engine(self, path: Path) -> str:
-        """A path under the staging folder, as the engine has it mounted."""
-        return f"{self.settings.engine_staging or self.staging.folder}/{path.relative_to(self.staging.folder)}"
 
     def probe(self, request: Probe) -> Probed:
         """Log-probabilities of given tokens from the engine itself, ready or not."""

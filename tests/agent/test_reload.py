@@ -7,7 +7,6 @@ import hashlib
 import json
 import uuid
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -35,15 +34,14 @@ from colchis.components.weights.protocol import EngineState, Probe, Verify
 from colchis.components.weights.reference import OPEN_ROUTES, ROUTES
 from colchis.workflows.local.weed import Weed
 from tests.agent.conftest import DEADLINE_S, TOKEN, AgentProcess, EngineProcess, Versions
+from tests.conftest import fresh_bucket
 from tests.weights.models import arrays_of, config_of, publish_version, write_weights
 
 
 @pytest.fixture(scope="module")
 def store_settings(weed: Weed) -> StoreSettings:
     """One bucket for this file: its tests share an agent, which knows one store."""
-    settings = replace(weed.settings, bucket=f"reload-{uuid.uuid4().hex[:16]}")
-    Store(settings).requests.client.create_bucket(Bucket=settings.bucket)
-    return settings
+    return fresh_bucket(weed)
 
 
 @pytest.fixture(scope="module")

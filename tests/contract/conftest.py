@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import threading
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ from colchis.workflows.local.ports import free_port
 from colchis.workflows.local.services import Child
 from colchis.workflows.local.weed import Weed
 from tests.agent.conftest import AgentProcess
+from tests.conftest import fresh_bucket
 from tests.contract.replica import Replica, Versions
 from tests.engine.conftest import broken, models
 from tests.engine.processes import EngineProcess, client_of, end, spawn_engine, wait_until_up
@@ -90,9 +90,7 @@ def mortal(kind: str, models: dict[str, Path], tmp_path: Path) -> Iterator[Engin
 @pytest.fixture(scope="session")
 def bucket(weed: Weed) -> StoreSettings:
     """One bucket for all reloads: an agent knows one store."""
-    settings = replace(weed.settings, bucket=f"contract-{uuid.uuid4().hex[:16]}")
-    Store(settings).requests.client.create_bucket(Bucket=settings.bucket)
-    return settings
+    return fresh_bucket(weed)
 
 
 @pytest.fixture(scope="session")

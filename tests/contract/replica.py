@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,13 +15,13 @@ from colchis.components.records.run import Serving
 from colchis.components.records.weights import TensorEntry, WeightsManifest, weights_digest
 from colchis.components.store import Store, keys, upload_input
 from colchis.components.weights.checksums import predict
-from colchis.components.weights.protocol import EngineState, Probe
+from colchis.components.weights.protocol import Activated, EngineState, Probe
 from colchis.components.weights.publish import read_manifest
 from tests.agent.conftest import AgentProcess
 from tests.engine.processes import EngineProcess
 from tests.engine.test_logprobs import reference
 from tests.faults import Fault, FaultProxy
-from tests.run.test_wrong_weights import Tensors, entries_of, join
+from tests.run.test_wrong_weights import Tensors, entries_of, join, parse
 from tests.weights.models import publish_version
 
 LOAD = "/update_weights_from_disk"
@@ -32,9 +34,15 @@ class Hold:
 
     held: threading.Event = field(default_factory=threading.Event)
     open: threading.Event = field(default_factory=threading.Event)
+    over: threading.Event = field(default_factory=threading.Event)
+    """The proxy is done with it: it was forwarded, or its sender was gone."""
 
     def wait(self) -> None:
         assert self.held.wait(60), "nothing came that could be held"
+
+    def wait_until_over(self) -> None:
+        """After the block that holds it."""
+        assert self.over.wait(60), "the proxy still has what it held"
 
     def block(self) -> None:
         self.held.set()
@@ -45,12 +53,29 @@ class Hold:
 def holding(proxy: FaultProxy, method: str, path: str) -> Iterator[Hold]:
     """The next request that matches is held by the proxy until the test opens it, at the latest when the block ends."""
     hold = Hold()
-    proxy.add(Fault(method, path, "delay", before=hold.block))
+    hold.over = proxy.add(Fault(method, path, "delay", before=hold.block)).struck
     try:
         yield hold
     finally:
         hold.open.set()
         proxy.clear()
+
+
+@contextmanager
+def held_load(
+    replica: Replica, version: int, agent: AgentProcess | None = None
+) -> Iterator[tuple[Hold, Future[Activated]]]:
+    """An activation whose load waits at a proxy: the engine is paused, and its label is no version. `agent`: another one than
+    the replica's."""
+    agent = agent or replica.agent
+    agent.prepare(version)
+    with holding(replica.engine_proxy, "POST", LOAD) as hold, ThreadPoolExecutor(1) as pool:
+        activation = pool.submit(agent.activate, version)
+        try:
+            hold.wait()
+            yield hold, activation
+        finally:
+            hold.open.set()  # else the pool would wait for what waits for it
 
 
 class Versions:
@@ -147,3 +172,34 @@ class Replica:
         assert self.label == str(version)
         assert self.holds(version)
         assert self.engine.sample(TOKENS, tokens=2)["meta_info"]["weight_version"] == str(version)
+
+
+def tensors_of(folder: Path) -> Tensors:
+    return parse((folder / "model.safetensors").read_bytes())
+
+
+def scaled(replica: Replica, factor: float, folder: Path) -> Path:
+    """A good version that nobody published: v1 with other numbers."""
+    import numpy as np
+
+    shutil.copytree(replica.versions.folders[1], folder)
+    tensors = tensors_of(folder)
+    for tensor in tensors.values():
+        tensor.data = (np.frombuffer(tensor.data, "<f4") * np.float32(factor)).tobytes()
+    (folder / "model.safetensors").write_bytes(join(tensors))
+    return folder
+
+
+@contextmanager
+def another_agent(
+    replica: Replica, folder: Path, *, more: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> Iterator[AgentProcess]:
+    """An agent beside the first, with a buffer of its own. It reaches the store through the proxy."""
+    running = AgentProcess(
+        folder, replica.agent.engine_url, replica.agent.store, "engine-1", more=more, environment=environment
+    )
+    running.run = replica.versions.run
+    try:
+        yield running
+    finally:
+        running.child.stop()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -40,6 +39,7 @@ from colchis.workflows.local.ports import free_port
 from colchis.workflows.local.services import Child
 from colchis.workflows.local.weed import Weed
 from tests.agent.conftest import DEADLINE_S, AgentProcess
+from tests.conftest import fresh_bucket
 from tests.engine.processes import EngineProcess, client_of, wait_for
 from tests.run.conftest import model
 from tests.sglang.conftest import START_S
@@ -263,10 +263,7 @@ class Pool:
 def pool(
     running: Server, adapters: list[Adapter], weed: Weed, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pool]:
-    settings = replace(weed.settings, bucket=f"adapters-{uuid.uuid4().hex[:16]}")
-    store = Store(settings)
-    store.requests.client.create_bucket(Bucket=settings.bucket)
-    found = Pool(running, adapters, store, tmp_path_factory.mktemp("agent"))
+    found = Pool(running, adapters, Store(fresh_bucket(weed)), tmp_path_factory.mktemp("agent"))
     yield found
     found.agent.child.stop()
 

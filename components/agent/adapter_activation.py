@@ -117,11 +117,7 @@ class AdapterActivation:
             answer = self.engine.generate(
                 token_ids, logprobs=True, extra_key=None, timeout_s=deadline.left_s(), adapter=staged.name
             )
-            found = [value for value in answer.prompt_logprobs[1:] if value is not None]
-            if len(found) != len(expected):
-                raise BadData(
-                    f"the engine answers {len(found)} log-probabilities of {len(expected)}", where="/generate"
-                )
+            found = answer.of(token_ids, vocabulary=base.staged.vocabulary)
             gap = max(gap, *(abs(a - b) for a, b in zip(found, expected, strict=True)))
         if not gap <= probe.tolerance:
             raise BadData(

@@ -284,12 +284,8 @@ class Agent:
             answer = self.engine.generate(
                 token_ids, logprobs=True, extra_key=None, timeout_s=deadline.left_s(), adapter=served.name
             )
-            logprobs.append([value for value in answer.prompt_logprobs[1:] if value is not None])
+            logprobs.append(answer.of(token_ids, vocabulary=served.staged.vocabulary))
             versions.add(answer.weight_version)
-            if answer.prompt_token_ids != token_ids or len(logprobs[-1]) != len(token_ids) - 1:
-                raise BadData(
-                    "the engine answered log-probabilities of other tokens than it was asked", where="/generate"
-                )
         if len(versions) > 1:
             raise BadData(f"the engine changed its version while it was probed: {', '.join(sorted(versions))}")
         return Probed(

@@ -59,6 +59,18 @@ class Answer:
     cached_tokens: int
     weight_version: str
 
+    def of(self, token_ids: Sequence[int], *, vocabulary: int) -> list[float]:
+        """Log-probabilities of `token_ids[1:]`. BadData when the engine answered for other tokens.
+
+        SGLang names the vocabulary's last token 0 in what it answers; its numbers are those of the token that was asked.
+        """
+        found = [value for value in self.prompt_logprobs[1:] if value is not None]
+        named = zip(self.prompt_token_ids, token_ids, strict=False)
+        same = all(name == asked or (name, asked) == (0, vocabulary - 1) for name, asked in named)
+        if not same or len(self.prompt_token_ids) != len(token_ids) or len(found) != len(token_ids) - 1:
+            raise BadData("the engine answered log-probabilities of other tokens than it was asked", where="/generate")
+        return found
+
 
 class Engine:
     """Client of one engine. Every method raises PeerUnavailable when there is no answer in time, BadData on a refusal.

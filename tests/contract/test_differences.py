@@ -21,9 +21,12 @@ from colchis.components.rollout import Wanted
 from colchis.components.rollout.client import Completion, Fault, Refusal, generate
 from colchis.components.rollout.engines import Engine as AskedEngine
 from colchis.components.weights.checksums import predict
+from colchis.components.weights.protocol import Probe
 from tests.contract.conftest import EMBEDDED, Flight
+from tests.contract.replica import Replica
 from tests.contract.test_weights import checksums, differences
-from tests.engine.processes import EngineProcess, wait_for
+from tests.engine.processes import VOCAB, EngineProcess, wait_for
+from tests.engine.test_logprobs import reference
 from tests.engine.test_refusals import Tensors, missing, nan, wrong_shape
 
 
@@ -198,3 +201,23 @@ def test_padding(kind: str, engine: EngineProcess, models: dict[str, Path]) -> N
     assert prediction is not None
     assert (checksums(engine)["model.embed_tokens.weight"] == plain) == (kind == EMBEDDED)
     assert prediction.differences(checksums(engine)) == []
+
+
+def test_the_last_token_of_the_vocabulary(kind: str, engine: EngineProcess, models: dict[str, Path]) -> None:
+    """SGLang answers with another name for it; what it computes is right, also of the token after it."""
+    ids = [5, VOCAB - 1, 7, VOCAB - 1]
+    body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 1}, "return_logprob": True, "logprob_start_len": 0}
+    rows = engine.generate(**body)["meta_info"]["input_token_logprobs"]
+    last = VOCAB - 1 if kind == EMBEDDED else 0
+    assert [row[1] for row in rows] == [5, last, 7, last]
+    expected = reference(models["qwen2_a"], ids)
+    for place, token in enumerate(ids[1:]):
+        assert rows[place + 1][0] == pytest.approx(float(expected[place, token]), abs=5e-5)
+
+
+def test_a_probe_with_the_last_token_of_the_vocabulary(replica: Replica) -> None:
+    """Fault: a reload that fails whenever a sample of the batch happens to have it."""
+    ids = [5, VOCAB - 1, 7]
+    (logprobs,) = replica.agent.ask(lambda a: a.probe(Probe(token_ids=[ids]))).logprobs
+    expected = reference(replica.versions.folders[0], ids)
+    assert logprobs == pytest.approx([float(expected[k, ids[k + 1]]) for k in range(2)], abs=5e-5)

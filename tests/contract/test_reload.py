@@ -15,8 +15,8 @@ from colchis.components.agent.activation import unproven
 from colchis.components.errors import BadData
 from colchis.components.weights.protocol import EngineState, Probe
 from tests.agent.test_faults import eventually
-from tests.contract.conftest import Flight
-from tests.contract.replica import Replica
+from tests.contract.conftest import EMBEDDED, Flight
+from tests.contract.replica import Replica, held_load
 
 CLOSE = 2e-5
 """Between two float32 implementations of one model."""
@@ -97,6 +97,26 @@ def test_frozen_in_place_by_somebody_else(replica: Replica, fly: Fly) -> None:
     answer = flight.answer()
     assert answer["meta_info"]["completion_tokens"] == 400
     assert unproven(1) not in {span["version"] for span in answer["meta_info"]["weight_versions"]}
+    assert replica.gap() < CLOSE
+    replica.serves(1)
+
+
+def test_new_weights_over_an_old_cache(replica: Replica, fly: Fly) -> None:
+    """Fault: an answer that says that the load failed, while the weights are new and keys and values are old. Somebody else
+    continues the engine in the pause and freezes it again with a request in it, so that it cannot be flushed."""
+    with held_load(replica, 1) as (hold, activation):
+        assert replica.engine.client.post("/continue_generation", json={}).status_code == 200
+        flight = fly(400)
+        assert replica.engine.client.post("/pause_generation", json={"mode": "in_place"}).status_code == 200
+        hold.open.set()
+        if replica.kind == EMBEDDED:  # it refuses such a load as a whole
+            with pytest.raises(BadData, match="answers 400"):
+                activation.result()
+            assert replica.agent.activate(1).checksums_equal
+        else:
+            proof = activation.result()
+            assert (proof.dirty_load, proof.checksums_equal, proof.cached_tokens_after) == (True, True, 0)
+    assert flight.answer()["meta_info"]["completion_tokens"] == 400
     assert replica.gap() < CLOSE
     replica.serves(1)
 

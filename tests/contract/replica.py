@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from colchis.components.records.run import Serving
 from colchis.components.records.weights import TensorEntry, WeightsManifest, weights_digest
@@ -62,15 +63,20 @@ def holding(proxy: FaultProxy, method: str, path: str) -> Iterator[Hold]:
 
 
 @contextmanager
-def held_load(
-    replica: Replica, version: int, agent: AgentProcess | None = None
+def held_activation(
+    replica: Replica,
+    version: int,
+    agent: AgentProcess | None = None,
+    *,
+    at: str = LOAD,
+    pause: Literal["retract", "abort"] = "retract",
 ) -> Iterator[tuple[Hold, Future[Activated]]]:
-    """An activation whose load waits at a proxy: the engine is paused, and its label is no version. `agent`: another one than
-    the replica's."""
+    """An activation that waits at a proxy, before its load unless told otherwise: then the engine is paused, and its label is no
+    version. `agent`: another one than the replica's."""
     agent = agent or replica.agent
     agent.prepare(version)
-    with holding(replica.engine_proxy, "POST", LOAD) as hold, ThreadPoolExecutor(1) as pool:
-        activation = pool.submit(agent.activate, version)
+    with holding(replica.engine_proxy, "POST", at) as hold, ThreadPoolExecutor(1) as pool:
+        activation = pool.submit(agent.activate, version, pause=pause)
         try:
             hold.wait()
             yield hold, activation

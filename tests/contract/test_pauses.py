@@ -15,7 +15,7 @@ from colchis.components.rollout import Wanted
 from colchis.components.weights.protocol import Activate, EngineState
 from tests.agent.conftest import DEADLINE_S, TOKEN
 from tests.agent.test_faults import eventually
-from tests.contract.replica import LOAD, TOKENS, Replica, another_agent, held_load, holding, scaled
+from tests.contract.replica import LOAD, TOKENS, Replica, another_agent, held_activation, holding, scaled
 
 CLOCK = Path(__file__).parents[1] / "run/clock"
 DAY_S = 86400
@@ -45,7 +45,7 @@ def test_a_pause_ends_though_its_client_is_killed(replica: Replica) -> None:
 
 def test_the_agent_is_killed_in_the_pause(replica: Replica) -> None:
     """Fault: a pause that outlives the agent, and a load that was under way and is believed."""
-    with held_load(replica, 1) as (hold, activation):
+    with held_activation(replica, 1) as (hold, activation):
         assert replica.paused
         assert replica.label == "unproven-1"
         replica.agent.kill()
@@ -67,7 +67,7 @@ def test_the_agent_is_killed_in_the_pause(replica: Replica) -> None:
 
 def test_the_agent_is_terminated_in_the_pause(replica: Replica) -> None:
     """Fault: a rolling update of the agents that leaves engines paused."""
-    with held_load(replica, 1) as (hold, activation):
+    with held_activation(replica, 1) as (hold, activation):
         replica.agent.child.process.send_signal(signal.SIGTERM)
         eventually(lambda: not replica.paused, "the agent continues the engine at the signal")
         hold.open.set()
@@ -109,7 +109,7 @@ def test_a_pause_that_somebody_else_forgot(replica: Replica) -> None:
 
 def test_somebody_else_continues_in_the_pause(replica: Replica) -> None:
     """Fault: tokens that are drawn while weights change, under the name of a version (dynamo#13823)."""
-    with held_load(replica, 1) as (hold, activation):
+    with held_activation(replica, 1) as (hold, activation):
         assert replica.engine.client.post("/continue_generation", json={}).status_code == 200
         drawn = replica.engine.sample(TOKENS, tokens=3)["meta_info"]
         assert {span["version"] for span in drawn["weight_versions"]} == {"unproven-1"}
@@ -123,7 +123,7 @@ def test_a_load_of_other_weights_is_not_believed(replica: Replica, tmp_path: Pat
     """Fault: an engine that says success and holds something else (sglang#9663, verl#7083): here its files were changed
     between the check and the load."""
     other = (scaled(replica, 1.25, tmp_path / "other") / "model.safetensors").read_bytes()
-    with held_load(replica, 1) as (hold, activation):
+    with held_activation(replica, 1) as (hold, activation):
         file = replica.agent.staged(1) / "model.safetensors"
         file.unlink()
         file.write_bytes(other)
@@ -141,7 +141,7 @@ def test_a_load_of_other_weights_is_not_believed(replica: Replica, tmp_path: Pat
 
 def test_a_refused_load_keeps_the_old_version_by_proof(replica: Replica) -> None:
     """Fault: an engine that is lost to the run because it refused what it could not read; here its files went away."""
-    with held_load(replica, 1) as (hold, activation):
+    with held_activation(replica, 1) as (hold, activation):
         (replica.agent.staging / "live").unlink()
         hold.open.set()
         with pytest.raises(BadData, match=r"refused|answers 400"):
@@ -162,7 +162,7 @@ def test_clocks_that_differ_and_jump(replica: Replica, tmp_path: Path) -> None:
     path = os.pathsep.join(filter(None, (str(CLOCK), os.environ.get("PYTHONPATH"))))
     with another_agent(replica, tmp_path / "a", environment={"PYTHONPATH": path, "CLOCK_JUMP": str(clock)}) as ahead:
         assert ahead.bring(0).checksums_equal
-        with held_load(replica, 1, ahead) as (hold, activation):
+        with held_activation(replica, 1, ahead) as (hold, activation):
             for jump in (-DAY_S, 2 * DAY_S):
                 clock.write_text(str(jump))
                 assert replica.paused

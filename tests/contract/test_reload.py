@@ -16,7 +16,7 @@ from colchis.components.errors import BadData
 from colchis.components.weights.protocol import EngineState, Probe
 from tests.agent.test_faults import eventually
 from tests.contract.conftest import EMBEDDED, Flight
-from tests.contract.replica import Replica, held_load
+from tests.contract.replica import Replica, held_activation
 
 CLOSE = 2e-5
 """Between two float32 implementations of one model."""
@@ -65,9 +65,10 @@ def test_kind_same_is_a_new_version_of_equal_tensors(replica: Replica) -> None:
 def test_requests_in_flight(replica: Replica, fly: Fly, mode: Literal["retract", "abort"]) -> None:
     """Fault: requests that are lost in a reload, tokens under a name that is not proven, and a flush that is refused
     because requests run: the reload would fail whenever there is traffic."""
-    replica.agent.prepare(1)
-    flights = [fly(500, prompt=[5, 3, place]) for place in (2, 3)]
-    proof = replica.agent.activate(1, pause=mode)
+    with held_activation(replica, 1, at="/pause_generation", pause=mode) as (hold, activation):
+        flights = [fly(500, prompt=[5, 3, place]) for place in (2, 3)]
+        hold.open.set()
+        proof = activation.result()
     assert (proof.checksums_equal, proof.flush, proof.version_reported) == (True, True, "1")
     for flight in flights:
         answer = flight.answer()
@@ -104,7 +105,7 @@ def test_frozen_in_place_by_somebody_else(replica: Replica, fly: Fly) -> None:
 def test_new_weights_over_an_old_cache(replica: Replica, fly: Fly) -> None:
     """Fault: an answer that says that the load failed, while the weights are new and keys and values are old. Somebody else
     continues the engine in the pause and freezes it again with a request in it, so that it cannot be flushed."""
-    with held_load(replica, 1) as (hold, activation):
+    with held_activation(replica, 1) as (hold, activation):
         assert replica.engine.client.post("/continue_generation", json={}).status_code == 200
         flight = fly(400)
         assert replica.engine.client.post("/pause_generation", json={"mode": "in_place"}).status_code == 200

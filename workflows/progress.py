@@ -268,13 +268,14 @@ def _proof(record: BoundaryRecord) -> str:
         case Boundary.TRANSFER:
             return f"{proof['bytes'] / 1e6:.1f} MB, {proof['mb_per_s']:.0f} MB/s, {proof['retries']} retries"
         case Boundary.BUFFER:
-            return f"{proof['tensors']} tensors read again"
+            return f"{proof['tensors']} tensors read again" if proof["tensors"] else "nothing: a sender has the copy"
         case Boundary.LOAD:
             if proof.get("adapter"):
                 pause = f"paused {1000 * proof['pause_s']:.0f} ms" if proof["pause_s"] else "no pause"
                 return f"{pause}, adapter {proof['adapter']} on {proof['checksums']} tensors of its base"
             against = "those of the commit" if proof["predicted"] else "the same at all engines"
-            return f"paused {1000 * proof['pause_s']:.0f} ms, {proof['checksums']} checksums: {against}"
+            way = " received," if proof.get("direct") else ""
+            return f"paused {1000 * proof['pause_s']:.0f} ms,{way} {proof['checksums']} checksums: {against}"
         case Boundary.CACHE:
             gap = proof["max_gap"]
             return f"{proof['cached_tokens']} tokens cached, gap {'-' if gap is None else f'{gap:.1e}'}"

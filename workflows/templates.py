@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from hera.workflows import (
     Container,
@@ -26,6 +27,7 @@ from hera.workflows import (
 )
 
 import colchis
+from colchis.components.errors import BadConfig
 
 TAKEN_AWAY = [75, 137, 143, 2]
 """Exit codes worth another try: temporary failure, SIGKILL (out of memory, lost node), SIGTERM, and SIGTERM at a moment when
@@ -70,8 +72,14 @@ class Shape:
     stage: Mapping[str, str] = field(default_factory=lambda: {"cpu": "100m", "memory": "512Mi"})
     trainer: Mapping[str, str] = field(default_factory=lambda: {"cpu": "1", "memory": "4Gi"})
     trainer_gpus: int = 0
+    reload_from: Literal["stage", "trainer"] = "stage"
+    """Image of the reload: only the trainer's can send weights to engines (`reload.transfer`)."""
     node_selector: Mapping[str, str] = field(default_factory=dict)
     tolerations: Sequence[Mapping[str, str]] = ()
+
+    def __post_init__(self) -> None:
+        if self.reload_from not in ("stage", "trainer"):
+            raise BadConfig(f"shape '{self.name}': reload_from is '{self.reload_from}', expected stage or trainer")
 
 
 def _store_secret(variable: str, key: str) -> m.EnvVar:
@@ -179,6 +187,7 @@ def reload_set(shape: Shape, *, deadline_s: int = 3600) -> ContainerSet:
         optional=True,  # the first fill closes no iteration
     )
     out_args, declared = _outputs({"version": "none"}, [report])
+    sends = shape.reload_from == "trainer"
     with ContainerSet(
         name="reload",
         labels=_labels("reload"),
@@ -192,7 +201,7 @@ def reload_set(shape: Shape, *, deadline_s: int = 3600) -> ContainerSet:
         for before, boundary in zip([None, *BOUNDARIES], BOUNDARIES, strict=False):
             ContainerNode(
                 name=boundary,
-                image=shape.stage_image,
+                image=shape.trainer_image if sends else shape.stage_image,
                 image_pull_policy="IfNotPresent",
                 command=["python", "-m", "colchis.components", "reload"],
                 args=[
@@ -205,7 +214,8 @@ def reload_set(shape: Shape, *, deadline_s: int = 3600) -> ContainerSet:
                 dependencies=[before] if before else None,
                 security_context=CONTAINER_SECURITY,
                 resources=m.ResourceRequirements(
-                    requests={"cpu": "50m", "memory": "256Mi"}, limits={"memory": shape.stage["memory"]}
+                    requests={"cpu": "50m", "memory": "256Mi"},
+                    limits={"memory": (shape.trainer if sends else shape.stage)["memory"]},
                 ),
             )
     return reload

@@ -19,6 +19,7 @@ from colchis.components.agent.engine import Engine, EngineChecksums, EngineFacts
 from colchis.components.agent.pause import PauseLease
 from colchis.components.agent.shelf import StagedAdapter
 from colchis.components.agent.staging import Staged, Staging
+from colchis.components.agent.ways import Held, Received, Way
 from colchis.components.errors import BadData, ColchisError, PeerUnavailable
 from colchis.components.records.weights import WeightsManifest
 from colchis.components.weights.checksums import Prediction
@@ -41,29 +42,30 @@ def unproven(version: int) -> str:
 class Served:
     """What an engine process was proven to serve."""
 
-    staged: Staged
+    whole: Held
+    """The version that is loaded."""
     start: str
     """`EngineFacts.start` at the proof."""
     checksum: str
     """Over the engine's own tensors."""
     proof: Activated
     adapter: StagedAdapter | None = None
-    """What makes another version of the one that is loaded, `staged`."""
+    """What makes another version of the one that is loaded."""
 
     @property
-    def prepared(self) -> Staged | StagedAdapter:
-        """What `prepare` staged of it."""
-        return self.adapter or self.staged
+    def prepared(self) -> Held | StagedAdapter:
+        """What `prepare` made ready of it."""
+        return self.adapter or self.whole
 
     @property
     def manifest(self) -> WeightsManifest:
         """Of the version that is served."""
-        return self.adapter.manifest if self.adapter else self.staged.manifest
+        return self.adapter.manifest if self.adapter else self.whole.manifest
 
     @property
     def label(self) -> str:
         """What the engine calls itself while it serves that."""
-        return self.adapter.adapter.base_label if self.adapter else str(self.staged.manifest.version)
+        return self.adapter.adapter.base_label if self.adapter else str(self.whole.manifest.version)
 
     @property
     def name(self) -> str | None:
@@ -114,28 +116,27 @@ class Activation:
         staging: Staging,
         lease: PauseLease,
         *,
-        live_path: str,
         check_in: Callable[[], None],
     ) -> None:
         self.engine, self.staging, self.lease = engine, staging, lease
-        self.live_path = live_path
         self.check_in = check_in
 
     def run(
-        self, staged: Staged, request: Activate, facts: EngineFacts, previous: Served | None, deadline: Deadline
+        self, way: Way, request: Activate, facts: EngineFacts, previous: Served | None, deadline: Deadline
     ) -> Served:
         """`facts` are those by which `previous` was found. Raises a plain ColchisError while the engine is untouched,
         ActivationFailed from the pause on."""
-        manifest = staged.manifest
-        self._refuse_contradictions(staged, request.kind, previous)
-        digest_before = staged.digest
-        before = self._look(staged, facts, previous, deadline)
-        prediction = staged.prediction if _predictable(before.facts, staged) else None
+        held = way.held
+        manifest = held.manifest
+        self._refuse_contradictions(held, request.kind, previous)
+        digest_before = held.digest
+        before = self._look(held, facts, previous, deadline)
+        prediction = held.prediction if _predictable(before.facts, held) else None
 
         self.lease.take(deadline.left_s() + CONTINUE_GRACE_S)
         paused_at = time.monotonic()
         try:
-            loaded = self._load_and_prove(staged, request.pause, before, previous, prediction, deadline)
+            loaded = self._load_and_prove(way, request.pause, before, previous, prediction, deadline)
         except ColchisError as error:
             raise ActivationFailed(error, self._kept(before, previous)) from error
         finally:
@@ -151,7 +152,7 @@ class Activation:
                     where=self.engine.url,
                     hint="activate the version again",
                 )
-            digest_after = self.staging.reread(staged).digest
+            digest_after = way.digest_after()
         except ColchisError as error:
             with suppress(ColchisError):  # an engine that cannot be told is not ready either way
                 self.engine.set_label(unproven(manifest.version), CONTINUE_GRACE_S)
@@ -168,6 +169,7 @@ class Activation:
             engine_checksum=loaded.checksums.whole,
             changed=loaded.changed,
             version_reported=loaded.label,
+            direct=isinstance(held, Received),
             digest_before=digest_before,
             digest_after=digest_after,
             flush=True,
@@ -175,11 +177,11 @@ class Activation:
             cached_tokens_after=cached_after,
             dirty_load=loaded.dirty,
         )
-        return Served(staged, before.facts.start, loaded.checksums.whole, proof)
+        return Served(held, before.facts.start, loaded.checksums.whole, proof)
 
     def _load_and_prove(
         self,
-        staged: Staged,
+        way: Way,
         mode: PauseMode,
         before: Before,
         previous: Served | None,
@@ -187,13 +189,12 @@ class Activation:
         deadline: Deadline,
     ) -> Loaded:
         """What happens while the engine is paused. Its label is the version's number only if this returns."""
-        version = staged.manifest.version
+        version = way.held.manifest.version
         self.engine.pause(mode, deadline.left_s())
         self.engine.set_label(unproven(version), deadline.left_s())
-        self.staging.swap(staged)
         self.check_in()
         started = time.monotonic()
-        dirty = self.engine.load(self.live_path, unproven(version), deadline.left_s())
+        dirty = way.bring(unproven(version), deadline)
         seconds = time.monotonic() - started
         if dirty:  # new weights over old keys and values: only a retraction makes the flush possible
             self.engine.pause("retract", deadline.left_s())
@@ -205,7 +206,7 @@ class Activation:
             after = self.engine.checksums(deadline.left_s())
         differing = prediction.differences(after.tensors) if prediction else []
         changed = None if before.checksums is None else after.whole != before.checksums.whole
-        self._refuse_wrong_weights(staged, differing, changed, previous)
+        self._refuse_wrong_weights(way.held, differing, changed, previous)
         if start.result() != before.facts.start:
             raise PeerUnavailable("the engine restarted during the activation", where=self.engine.url)
         self.engine.set_label(str(version), deadline.left_s())
@@ -221,11 +222,11 @@ class Activation:
         except ColchisError as error:
             raise ActivationFailed(error, None) from error
 
-    def _refuse_contradictions(self, staged: Staged, kind: Literal["full", "same"], previous: Served | None) -> None:
-        manifest = staged.manifest
+    def _refuse_contradictions(self, held: Held, kind: Literal["full", "same"], previous: Served | None) -> None:
+        manifest = held.manifest
         if kind != manifest.kind:
             raise BadData(f"weights v{manifest.version} are of kind '{manifest.kind}', activate asks for '{kind}'")
-        base = previous.staged.manifest if previous else None
+        base = previous.whole.manifest if previous else None
         follows = base is not None and (base.run, base.version) == (manifest.run, manifest.base_version)
         if kind == "same" and base is not None and follows and base.weights_digest != manifest.weights_digest:
             raise BadData(
@@ -234,13 +235,13 @@ class Activation:
                 hint="the train commit contradicts itself",
             )
 
-    def _look(self, staged: Staged, facts: EngineFacts, previous: Served | None, deadline: Deadline) -> Before:
+    def _look(self, held: Held, facts: EngineFacts, previous: Served | None, deadline: Deadline) -> Before:
         try:
             checksums = self.engine.checksums(deadline.left_s())
         except (BadData, PeerUnavailable):
             checksums = None  # an engine that waits for its first weights has none to report
         canary, cached = None, None
-        vocabulary = min(staged.vocabulary, previous.staged.vocabulary) if previous is not None else 0
+        vocabulary = min(held.vocabulary, previous.whole.vocabulary) if previous is not None else 0
         if vocabulary > 1 and not facts.paused:
             canary = random.choices(range(vocabulary), k=CANARY_TOKENS)
             if self._ask_canary(canary, deadline) is None:
@@ -260,9 +261,9 @@ class Activation:
         return answer.cached_tokens
 
     def _refuse_wrong_weights(
-        self, staged: Staged, differing: list[str], changed: bool | None, previous: Served | None
+        self, held: Held, differing: list[str], changed: bool | None, previous: Served | None
     ) -> None:
-        manifest = staged.manifest
+        manifest = held.manifest
         if differing:
             raise BadData(
                 f"{len(differing)} of the engine's tensors are not those of weights v{manifest.version}, "
@@ -271,10 +272,10 @@ class Activation:
                 hint="the engine loaded something else: see its log, then activate again",
             )
         if changed is not None and previous is not None:
-            expected = previous.staged.manifest.weights_digest != manifest.weights_digest
+            expected = previous.whole.manifest.weights_digest != manifest.weights_digest
             if changed != expected:
                 raise BadData(
-                    f"from v{previous.staged.manifest.version} to v{manifest.version} the engine's tensors "
+                    f"from v{previous.whole.manifest.version} to v{manifest.version} the engine's tensors "
                     f"{'changed' if changed else 'did not change'}, but the commits say that they "
                     f"{'do' if expected else 'do not'}",
                     where=self.engine.url,
@@ -291,18 +292,19 @@ class Activation:
                 return None
             if self.engine.facts(grace.left_s()).start != before.facts.start:
                 return None
-            self.staging.swap(previous.staged)
+            if isinstance(previous.whole, Staged):
+                self.staging.swap(previous.whole)
             self.engine.set_label(previous.label, grace.left_s())
         except ColchisError:
             return None  # not proven; the error that brought us here is the one to report
         return previous
 
 
-def _predictable(facts: EngineFacts, staged: Staged) -> bool:
+def _predictable(facts: EngineFacts, held: Held) -> bool:
     """Whether this engine hashes its tensors in the way that the prediction assumes."""
     return (
-        staged.prediction is not None
+        held.prediction is not None
         and facts.device == "cpu"
         and facts.tensor_parallel == 1
-        and facts.dtype == staged.prediction.dtype
+        and facts.dtype == held.prediction.dtype
     )

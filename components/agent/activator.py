@@ -15,10 +15,12 @@ from colchis.components.agent.engine import Engine, EngineFacts
 from colchis.components.agent.pause import PauseLease
 from colchis.components.agent.shelf import Shelf, StagedAdapter
 from colchis.components.agent.staging import Place, Staged, Staging
+from colchis.components.agent.ways import FromDisk, FromSender, Held, Received, Way, find_sender
 from colchis.components.errors import BadData, ColchisError
 from colchis.components.logs import event
+from colchis.components.weights.checksums import Prediction
 from colchis.components.weights.deadline import Deadline
-from colchis.components.weights.protocol import Activate, Activated
+from colchis.components.weights.protocol import Activate, Activated, Offer
 
 log = logging.getLogger(__name__)
 
@@ -48,42 +50,69 @@ class Activator:
         self._lease, self._belief = lease, belief
         self._engine_staging = engine_staging
         self._check_in = check_in
+        self._expected: Received | None = None
+
+    def expect(self, version: Received) -> None:
+        """A sender will bring that version; the one that was expected before it will not come any more."""
+        self._expected = version
 
     def prepared(self, run: str, version: int) -> Staged | StagedAdapter:
-        """What was prepared of a version. BadData when nothing was, or it is damaged."""
+        """What was staged of a version. BadData when nothing was, or it is damaged."""
         return self._shelf.find(run, version) or self._staging.require(run, version)
 
     def activate(self, request: Activate, deadline: Deadline) -> Activated:
         """Bring it in, or say again what proved it. Raises what the agent answers with."""
-        staged = self.prepared(request.run, request.version)
+        offer = request.offer
+        ready: Held | StagedAdapter
+        ready = self.prepared(request.run, request.version) if offer is None else self._offered(request, offer)
         facts = self._engine.facts(min(PATIENCE_S, deadline.left_s()))
         previous = self._belief.check(facts)
-        if previous is not None and previous.prepared == staged and self._belief.failure is None:
+        if previous is not None and previous.prepared == ready and self._belief.failure is None:
             return previous.proof.model_copy(update={"repeated": True})
-        if isinstance(staged, StagedAdapter):
-            served = self._activate_adapter(staged, request, facts, previous, deadline)
+        if isinstance(ready, StagedAdapter):
+            served = self._activate_adapter(ready, request, facts, previous, deadline)
         else:
-            served = self._activate_whole(staged, request, facts, previous, deadline)
+            served = self._activate_whole(ready, request, facts, previous, deadline)
         if previous is not None and previous.manifest != served.manifest:
             self._belief.previous = previous
         event(log, "activated", run=request.run, version=request.version, pause_s=round(served.proof.pause_s, 4))
         return served.proof
 
+    def _offered(self, request: Activate, offer: Offer) -> Received:
+        """The version that a sender has, with what it says of its checksums."""
+        expected, place = self._expected, (request.run, request.version)
+        if expected is None or expected.place != place:
+            raise BadData(
+                f"weights v{request.version} of run '{request.run}' are not expected from a sender here",
+                hint="call prepare first",
+            )
+        if offer.prediction is None:
+            return expected
+        prediction = Prediction(**offer.prediction.model_dump())
+        of_another = [t.name for t in expected.manifest.tensors if prediction.contradicts(t)]
+        if of_another:
+            raise BadData(
+                f"the sender has other tensors than weights v{request.version}, first '{of_another[0]}'",
+                where=f"{offer.host}:{offer.port}",
+                hint="its copy is of another version",
+            )
+        return replace(expected, prediction=prediction)
+
     def _activate_whole(
-        self, staged: Staged, request: Activate, facts: EngineFacts, previous: Served | None, deadline: Deadline
+        self, held: Held, request: Activate, facts: EngineFacts, previous: Served | None, deadline: Deadline
     ) -> Served:
-        if not self._staging.unchanged(staged):
-            self._staging.reread(staged)
-        activation = Activation(
-            self._engine,
-            self._staging,
-            self._lease,
-            live_path=self._seen_by_engine(self._staging.live),
-            check_in=self._check_in,
-        )
-        return self._believed(
-            previous, staged.place, lambda: activation.run(staged, request, facts, previous, deadline)
-        )
+        way = self._way(held, request.offer)
+        activation = Activation(self._engine, self._staging, self._lease, check_in=self._check_in)
+        return self._believed(previous, held.place, lambda: activation.run(way, request, facts, previous, deadline))
+
+    def _way(self, held: Held, offer: Offer | None) -> Way:
+        if isinstance(held, Received):
+            assert offer is not None
+            find_sender(offer)
+            return FromSender(self._engine, held, offer, self._check_in)
+        if not self._staging.unchanged(held):
+            self._staging.reread(held)
+        return FromDisk(self._engine, self._staging, held, self._seen_by_engine(self._staging.live), self._check_in)
 
     def _activate_adapter(
         self,
@@ -99,7 +128,7 @@ class Activator:
                 f"weights v{request.version} are of kind '{staged.manifest.kind}', activate asks for '{request.kind}'"
             )
         base = previous
-        if base is None or base.staged.manifest.weights_digest != staged.adapter.base_digest:
+        if base is None or base.whole.manifest.weights_digest != staged.adapter.base_digest:
             base = self._activate_base(staged, request, facts, previous, deadline)
         activation = AdapterActivation(
             self._engine,
@@ -136,7 +165,7 @@ class Activator:
                     f"{staged.digest[:12]}",
                     hint="the train commit contradicts itself",
                 )
-            order = request.model_copy(update={"version": version, "kind": staged.manifest.kind})
+            order = request.model_copy(update={"version": version, "kind": staged.manifest.kind, "offer": None})
             return self._activate_whole(staged, order, facts, previous, deadline)
 
     def _believed(self, previous: Served | None, place: Place, activate: Callable[[], Served]) -> Served:

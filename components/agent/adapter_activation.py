@@ -94,7 +94,7 @@ class AdapterActivation:
             cached_tokens_before=cached_before,
             cached_tokens_after=cached_after,
         )
-        return Served(base.staged, base.start, base.checksum, proof, staged)
+        return Served(base.whole, base.start, base.checksum, proof, staged)
 
     def _probe(self, staged: StagedAdapter, base: Served, deadline: Deadline) -> tuple[int, int]:
         """The engine's log-probabilities under the new name are the trainer's, and nothing that it cached under the name
@@ -117,7 +117,7 @@ class AdapterActivation:
             answer = self.engine.generate(
                 token_ids, logprobs=True, extra_key=None, timeout_s=deadline.left_s(), adapter=staged.name
             )
-            found = answer.of(token_ids, vocabulary=base.staged.vocabulary)
+            found = answer.of(token_ids, vocabulary=base.whole.vocabulary)
             gap = max(gap, *(abs(a - b) for a, b in zip(found, expected, strict=True)))
         if not gap <= probe.tolerance:
             raise BadData(
@@ -134,7 +134,7 @@ class AdapterActivation:
             raise PeerUnavailable("the engine restarted during the activation", where=self.engine.url)
         if self.engine.checksums(deadline.left_s()).whole != base.checksum:
             raise BadData(
-                f"the engine's tensors are not those of v{base.staged.manifest.version} any more, on which the adapter belongs",
+                f"the engine's tensors are not those of v{base.whole.manifest.version} any more, on which the adapter belongs",
                 where=self.engine.url,
                 hint="somebody else changed them; the next reload brings the base again",
             )

@@ -18,13 +18,15 @@ from colchis.components.agent.cache import NodeCache
 from colchis.components.agent.engine import Engine
 from colchis.components.agent.pause import PauseLease
 from colchis.components.agent.shelf import Shelf, StagedAdapter
-from colchis.components.agent.staging import Place, Staged, Staging
+from colchis.components.agent.staging import Place, Staged, Staging, vocabulary
+from colchis.components.agent.ways import Received
 from colchis.components.errors import BadConfig, BadData, ColchisError, PeerUnavailable, Temporary
 from colchis.components.logs import event
 from colchis.components.records.run import Serving
 from colchis.components.records.weights import Adapter, WeightsManifest
 from colchis.components.store import Store, StoreSettings, Transfer, keys
 from colchis.components.store.pools import run_of_pool
+from colchis.components.weights.buckets import can_cross
 from colchis.components.weights.deadline import Deadline
 from colchis.components.weights.fetch import TransferSummary
 from colchis.components.weights.protocol import (
@@ -133,10 +135,11 @@ class Agent:
 
     def prepare(self, request: Prepare) -> Prepared:
         """Boundary 3: fetch a version and verify it as it lies on the disk: whole, or its adapter and what that belongs on
-        where the engine serves adapters. Idempotent."""
+        where the engine serves adapters. Where a sender is to bring it, check its manifest. Idempotent."""
         deadline, started = Deadline(request.deadline_s), time.monotonic()
         run, version = request.run, request.version
         transfers: list[Transfer] = []
+        receivers = 0
         self._adopt(deadline)
         with self.staging.locked(run, version, deadline):
             keep = self._belief.places
@@ -147,6 +150,10 @@ class Agent:
                 adapter, repeated = self.shelf.fill(self.store, manifest, manifest.adapter, keep, deadline)
                 transfers += adapter.transfers
                 digest, name = adapter.digest, adapter.name
+            elif request.direct and (receivers := self._receivers(manifest, deadline)):
+                digest, name, repeated = manifest.weights_digest, None, False
+                files = {path.name: path for path in self.staging.check(self.store, manifest, deadline)}
+                self._activator.expect(Received(manifest, vocabulary(files["config.json"])))
             else:
                 self.shelf.drop(run, version)
                 staged, repeated = self.staging.fill(self.store, run, version, keep, deadline)
@@ -167,6 +174,7 @@ class Agent:
                 FetchedObject(key=t.key, bytes=t.bytes, seconds=t.seconds, retries=t.retries, reused=t.reused)
                 for t in transfers
             ],
+            receivers=receivers,
             repeated=repeated,
         )
 
@@ -183,6 +191,12 @@ class Agent:
         facts = self.engine.facts(min(PATIENCE_S, deadline.left_s()))
         targets = facts.adapter_targets
         return facts.adapter_rank >= adapter.rank and (targets is None or set(adapter.targets) <= targets)
+
+    def _receivers(self, manifest: WeightsManifest, deadline: Deadline) -> int:
+        """Ranks of this engine that a sender can bring the version to; 0: it must be staged, or is."""
+        if self.staging.find(manifest.run, manifest.version) is not None or not can_cross(manifest.tensors):
+            return 0
+        return self.engine.facts(min(PATIENCE_S, deadline.left_s())).receivers
 
     def _adopt(self, deadline: Deadline) -> None:
         """Know what an agent before this one served, before anything is fetched: it must stay on the disk."""
@@ -236,7 +250,7 @@ class Agent:
             return None
         if lost is not None and (declared.version, declared.weights_digest) != (lost.version, lost.weights_digest):
             return None  # a reload is to bring another version
-        if lost is None or lost.adapter is not None:
+        if lost is None or lost.adapter is not None or not self.staging.holds(lost.run, lost.version):
             self.prepare(Prepare(run=declared.run, version=declared.version, deadline_s=JOIN_DEADLINE_S))
         return self._fill(declared, lost)
 
@@ -274,17 +288,17 @@ class Agent:
             served = self._belief.check(self.engine.facts(min(PATIENCE_S, deadline.left_s())))
         if served is None:
             raise BadData("the engine serves no version that could be probed", hint="activate one first")
-        served_ids = range(served.staged.vocabulary)
+        served_ids = range(served.whole.vocabulary)
         strange = next((i for ids in request.token_ids for i in ids if i not in served_ids), None)
         if strange is not None:
-            raise BadData(f"token id {strange} is outside the vocabulary of {served.staged.vocabulary}")
+            raise BadData(f"token id {strange} is outside the vocabulary of {served.whole.vocabulary}")
         logprobs: list[list[float]] = []
         versions: set[str] = set()
         for token_ids in request.token_ids:
             answer = self.engine.generate(
                 token_ids, logprobs=True, extra_key=None, timeout_s=deadline.left_s(), adapter=served.name
             )
-            logprobs.append(answer.of(token_ids, vocabulary=served.staged.vocabulary))
+            logprobs.append(answer.of(token_ids, vocabulary=served.whole.vocabulary))
             versions.add(answer.weight_version)
         if len(versions) > 1:
             raise BadData(f"the engine changed its version while it was probed: {', '.join(sorted(versions))}")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+from typing import Any
 
 from colchis.components.agent.activation import Served
 from colchis.components.agent.engine import Engine, EngineFacts
 from colchis.components.agent.shelf import Shelf
 from colchis.components.agent.staging import Place, Staging
+from colchis.components.agent.ways import Held, Received
 from colchis.components.errors import BadData, ColchisError, PeerUnavailable
 from colchis.components.logs import event
 from colchis.components.records.weights import WeightsManifest
@@ -42,7 +44,7 @@ class Belief:
     def places(self) -> set[Place]:
         """Of the versions that must stay staged, whole or as adapters."""
         kept = [served for served in (self.served, self.previous) if served]
-        return {served.staged.place for served in kept} | {s.adapter.place for s in kept if s.adapter}
+        return {served.whole.place for served in kept} | {s.adapter.place for s in kept if s.adapter}
 
     def check(self, facts: EngineFacts) -> Served | None:
         """What this process of the engine was proven to serve. A restarted engine has lost it."""
@@ -62,11 +64,14 @@ class Belief:
         self.served = served
         if served is None:
             return
-        record = {
+        record: dict[str, Any] = {
             "run": served.manifest.run,
             "start": served.start,
             "proof": served.proof.model_dump(mode="json"),
         }
+        if isinstance(served.whole, Received):  # nothing of it is staged
+            received = {"manifest": served.manifest.model_dump(mode="json"), "vocabulary": served.whole.vocabulary}
+            record["received"] = received
         written = self._record.with_suffix(".new")
         written.write_text(json.dumps(record))
         written.replace(self._record)
@@ -89,12 +94,17 @@ class Belief:
                 if adapter is None:
                     raise BadData(f"the adapter of v{version} is not here any more")
                 whole = adapter.adapter.base_version
-            with self._staging.locked(run, whole, Deadline(0)):
-                staged = self._staging.require(run, whole)
+            received = record.get("received")
+            held: Held
+            if received is not None:
+                held = Received(WeightsManifest.model_validate(received["manifest"]), int(received["vocabulary"]))
+            else:
+                with self._staging.locked(run, whole, Deadline(0)):
+                    held = self._staging.require(run, whole)
             if record["start"] != facts.start:
-                self.lost = (adapter or staged).manifest
+                self.lost = (adapter or held).manifest
                 raise BadData(f"the engine was restarted since v{version} was activated in it")
-            served = Served(staged, facts.start, proof.engine_checksum, proof, adapter)
+            served = Served(held, facts.start, proof.engine_checksum, proof, adapter)
             if facts.label != served.label:
                 raise BadData(f"the engine calls itself '{facts.label}', not '{served.label}'")
             if self._engine.checksums(CHECKSUMS_DEADLINE_S).whole != proof.engine_checksum:

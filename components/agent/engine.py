@@ -11,6 +11,8 @@ from typing import Any, Literal
 import httpx
 
 from colchis.components.errors import BadData, PeerUnavailable
+from colchis.components.weights.buckets import TORCH_NAMES, Bucket
+from colchis.components.weights.protocol import Offer
 
 PROBE_TIMEOUT_S = 3.0
 """For questions that an idle engine answers in milliseconds."""
@@ -35,6 +37,8 @@ class EngineFacts:
     """Largest rank of an adapter that it serves beside its weights; 0: it serves none."""
     adapter_targets: frozenset[str] | None
     """Layers that adapters may change; None: any."""
+    receivers: int
+    """Ranks that can receive a version from a sender; 0: it can only load one."""
     paused: bool
     """It is well and takes no request; also an embedded engine that has no weights yet."""
 
@@ -98,6 +102,7 @@ class Engine:
             device=str(info.get("device", "cpu" if embedded else "unknown")),
             tensor_parallel=int(info.get("tp_size", 1)),
             **_adapters(info),
+            receivers=_receivers(info),
             paused=(self._probe("/ready", timeout_s), self._probe("/ping", timeout_s)) == (503, 200),
         )
 
@@ -131,13 +136,39 @@ class Engine:
         True: loaded, but the cache was not flushed. BadData: refused, and the engine says that it kept its weights.
         """
         order = {"model_path": folder, "weight_version": label, "flush_cache": True, "abort_all_requests": False}
-        try:
-            self._order("/update_weights_from_disk", order, timeout_s)
-        except BadData as refusal:
-            if DIRTY in refusal.what:
-                return True
-            raise
-        return False
+        return self._loads("/update_weights_from_disk", order, timeout_s)
+
+    def join(self, offer: Offer, timeout_s: float) -> None:
+        """Meet a sender. SGLang does nothing else until all ranks are there, or the sender is gone."""
+        order = {"master_address": offer.host, "master_port": offer.port, "backend": offer.backend}
+        place = {"rank_offset": 1, "world_size": offer.ranks, "group_name": offer.group}
+        self._order("/init_weights_update_group", {**order, **place}, timeout_s)
+
+    def leave(self, group: str, timeout_s: float) -> None:
+        """Leave a sender's group. BadData when there is none of that name."""
+        self._order("/destroy_weights_update_group", {"group_name": group}, timeout_s)
+
+    def begin_update(self, timeout_s: float) -> None:
+        """Weights may be received from now on. BadData when an update is open already."""
+        self._order("/begin_weight_update", {"selector": "all"}, timeout_s)
+
+    def end_update(self, timeout_s: float) -> None:
+        """All weights were received."""
+        self._order("/end_weight_update", {}, timeout_s)
+
+    def receive(self, bucket: Bucket, group: str, label: str, timeout_s: float) -> bool:
+        """Take part in one broadcast of an open update, and load what came. True: loaded, but the cache was not flushed."""
+        order = {
+            "names": [t.name for t in bucket.tensors],
+            "dtypes": [TORCH_NAMES[t.dtype] for t in bucket.tensors],
+            "shapes": [list(t.shape) for t in bucket.tensors],
+            "group_name": group,
+            "load_format": "flattened_bucket",
+            "weight_version": label,
+            "flush_cache": True,
+            "abort_all_requests": False,
+        }
+        return self._loads("/update_weights_from_distributed", order, timeout_s)
 
     def set_label(self, label: str, timeout_s: float) -> None:
         """Change the weight_version, and nothing else."""
@@ -211,6 +242,16 @@ class Engine:
             raise BadData(f"engine {self.url} refused: {answer.get('message')}", where=path)
         return answer
 
+    def _loads(self, path: str, order: dict[str, Any], timeout_s: float) -> bool:
+        """True: the weights are the new ones, and the cache is not."""
+        try:
+            self._order(path, order, timeout_s)
+        except BadData as refusal:
+            if DIRTY in refusal.what:
+                return True
+            raise
+        return False
+
     def _send(self, method: str, path: str, body: object, timeout_s: float, key: str | None) -> httpx.Response:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         timeout = httpx.Timeout(max(timeout_s, 0.001), connect=min(5.0, max(timeout_s, 0.001)))
@@ -249,3 +290,9 @@ def _adapters(info: dict[str, Any]) -> dict[str, Any]:
     named = info.get("lora_target_modules")
     targets = frozenset(map(str, named)) if isinstance(named, list) and "all" not in named else None
     return {"adapter_rank": rank, "adapter_targets": targets}
+
+
+def _receivers(info: dict[str, Any]) -> int:
+    """SGLang receives weights where it has no replicas of its own; the embedded engine when it has a model to replace."""
+    able = info.get("receives_weights", info.get("dp_size", 1) == 1)
+    return int(info.get("tp_size", 1)) if able else 0

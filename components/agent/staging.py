@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from colchis.components.agent.cache import NodeCache
 from colchis.components.errors import BadConfig, BadData, PeerUnavailable
@@ -156,12 +156,7 @@ class Staging:
             except BadData as damage:
                 log.warning("staged weights v%d of run '%s' are fetched again: %s", version, run, damage)
 
-        model = self.folder / "inputs" / manifest.model
-        extra = fetch_model_folder(store, manifest.model, model, deadline)
-        base = read_manifest(store, run, 0) if version else None
-        config = json.loads((model / "config.json").read_bytes())
-        check(manifest, where=keys.weights_manifest(run, version), config=config, base=base)
-
+        extra = self.check(store, manifest, deadline)
         folder = self._path(run, version)
         _unlink_link(folder)
         if manifest_in(folder) == manifest:  # an earlier agent fetched it
@@ -191,6 +186,20 @@ class Staging:
                 self.cache.forget(manifest.files)
             raise
         return self._admit(manifest, folder, digest, tuple(transfers)), False
+
+    def check(self, store: Store, manifest: WeightsManifest, deadline: Deadline) -> list[Path]:
+        """Refuse a manifest that is not of this model, before anything of the version moves. The files of the model's
+        configuration and tokenizer, which are here then."""
+        model = self.folder / "inputs" / manifest.model
+        files = fetch_model_folder(store, manifest.model, model, deadline)
+        base = read_manifest(store, manifest.run, 0) if manifest.version else None
+        config = json.loads((model / "config.json").read_bytes())
+        check(manifest, where=keys.weights_manifest(manifest.run, manifest.version), config=config, base=base)
+        return files
+
+    def holds(self, run: str, version: int) -> bool:
+        """Whether the version lies here, read back or not."""
+        return self.find(run, version) is not None or manifest_in(self._path(run, version)) is not None
 
     def reread(self, staged: Staged) -> Staged:
         """The version after its bytes were read again; call it under its lock. BadData when they changed."""
@@ -235,13 +244,12 @@ class Staging:
 
     def _admit(self, manifest: WeightsManifest, folder: Path, digest: str, transfers: tuple[Transfer, ...]) -> Staged:
         """A version whose files were verified a moment ago: they are `digest`, which is the manifest's."""
-        config: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
         staged = Staged(
             manifest=manifest,
             folder=folder,
             digest=digest,
             prediction=predict(folder, {t.name: t.sha256 for t in manifest.tensors}),
-            vocabulary=int(config.get("vocab_size", 0)),
+            vocabulary=vocabulary(folder / "config.json"),
             signature=_signature(folder),
             transfers=transfers,
         )
@@ -340,6 +348,11 @@ def _unlink_link(path: Path) -> None:
     """What a link points to is somebody else's, who may change it after it was read; an engine may not see it at all."""
     if path.is_symlink():
         path.unlink()
+
+
+def vocabulary(config: Path) -> int:
+    """How many token ids a model has, by its config.json; 0 where that does not say."""
+    return int(json.loads(config.read_bytes()).get("vocab_size", 0))
 
 
 def version_of(folder: Path) -> int | None:

@@ -100,6 +100,11 @@ def _disagreements(c: RunConfig) -> Iterator[str]:
         yield f"trainer.ranks: {c.trainer.ranks} ranks are not built yet; use 1"
     if c.grader.placement == "pool":
         yield "grader.placement: 'pool' is not built yet; use 'inline' or 'step'"
+    if c.reload.transfer != "store" and c.trainer.lora_rank and c.reload.adapters == "auto":
+        yield (
+            f"reload.transfer: '{c.reload.transfer}' sends whole versions, but with trainer.lora_rank engines get adapters, "
+            "which are small; use 'store', or set reload.adapters=merged"
+        )
     if c.mode == "sync" and c.loop.max_lag != 0:
         yield f"loop.max_lag: {c.loop.max_lag}, but mode 'sync' trains every token at lag 0; set it to 0"
     if c.algorithm.min_valid > c.rollout.group_size:

@@ -309,6 +309,11 @@ class ReloadConfig(Section):
     """`auto`: publish, beside the whole files, the bits that differ from the version before when these are much fewer (they
     are with `model.dtype: bfloat16` and a small learning rate); agents that have that version fetch no more."""
 
+    transfer: Literal["store", "gloo", "nccl"] = Field("store")
+    """How a version gets to the engines. `store`: each agent fetches it while its engine serves. `gloo`, `nccl`: one copy is
+    fetched where the reload runs, and broadcast over that backend into the paused engines; those that cannot receive (and
+    embedded engines before their first version) fetch it as ever."""
+
     adapters: Literal["auto", "merged"] = Field("auto")
     """With `trainer.lora_rank`. `auto`: engines that serve adapters (SGLang started with `--enable-lora`) get the adapter alone,
     beside the base model, without a pause; others get the two merged. `merged`: all do."""

@@ -20,6 +20,7 @@ from colchis.components.errors import BadData
 
 FLOAT_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 DERIVED = ("rotary_emb.inv_freq",)
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -87,49 +88,57 @@ def _shape(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "scalar"
 
 
-def _read_file(
-    path: Path,
-    shapes: dict[str, tuple[int, ...]],
-    dtype: torch.dtype,
-    found: dict[str, torch.Tensor],
-    tied: bool,
-    assembly: Assembly | None,
-) -> None:
-    """Adds the tensors of one file to `found`, checking name, shape, dtype and that every value is finite."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
-                if name.endswith(DERIVED):
-                    continue
-                if name in found:
-                    raise BadData(f"tensor {name} is in two files", where=str(path))
-                expected = shapes.get(name)
-                if expected is None and not (tied and name == "lm_head.weight"):
-                    raise BadData(
-                        f"tensor {name} does not belong to this architecture", where=str(path), hint="check config.json"
-                    )
-                tensor = file.get_tensor(name)
-                if expected is not None and tuple(tensor.shape) != expected:
-                    raise BadData(
-                        f"tensor {name} has shape {_shape(tuple(tensor.shape))}, expected {_shape(expected)}",
-                        where=str(path),
-                    )
-                if tensor.dtype not in FLOAT_DTYPES:
-                    raise BadData(f"tensor {name} has dtype {tensor.dtype}, expected a float", where=str(path))
-                # A copy: the engine must outlive the file, which the next update replaces.
-                place = assembly.place(name) if assembly else None
-                found[name] = tensor.to(dtype, copy=True) if place is None else place.copy_(tensor)
-                # The sum is finite unless an element is not, or the sum itself overflows: then look closely.
-                if not torch.isfinite(found[name].sum()) and not bool(torch.isfinite(found[name]).all()):
-                    raise BadData(
-                        f"tensor {name} holds NaN or Inf (read as {tensor.dtype}, served as {dtype})", where=str(path)
-                    )
-                if assembly is not None and place is not None:
-                    assembly.filled(name)
-    except (SafetensorError, OSError) as error:
-        raise BadData(
-            f"{path.name} is truncated or is no safetensors file: {error}", where=str(path), hint="fetch it again"
-        ) from error
+class Intake:
+    """Takes the tensors of one version, in any order, and refuses what the model cannot have. `shapes` is the complete list of
+    what must come; each tensor is copied to its place of `assembly`, or to fresh memory.
+
+    A tied checkpoint may carry `lm_head.weight` when it equals the embedding.
+    """
+
+    def __init__(
+        self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, *, tied: bool, assembly: Assembly | None = None
+    ) -> None:
+        self.shapes, self.dtype, self.tied, self.assembly = shapes, dtype, tied, assembly
+        self.found: dict[str, torch.Tensor] = {}
+
+    def add(self, name: str, tensor: torch.Tensor, where: str) -> None:
+        """One more. BadData when its name, shape or type is wrong, it is not finite, or came before."""
+        if name.endswith(DERIVED):
+            return
+        if name in self.found:
+            raise BadData(f"tensor {name} comes twice", where=where)
+        expected = self.shapes.get(name)
+        if expected is None and not (self.tied and name == HEAD):
+            raise BadData(f"tensor {name} does not belong to this architecture", where=where, hint="check config.json")
+        if expected is not None and tuple(tensor.shape) != expected:
+            raise BadData(
+                f"tensor {name} has shape {_shape(tuple(tensor.shape))}, expected {_shape(expected)}", where=where
+            )
+        if tensor.dtype not in FLOAT_DTYPES:
+            raise BadData(f"tensor {name} has dtype {tensor.dtype}, expected a float", where=where)
+        # A copy: the engine must outlive the source, which the next update replaces.
+        place = self.assembly.place(name) if self.assembly else None
+        copied = tensor.to(self.dtype, copy=True) if place is None else place.copy_(tensor)
+        # The sum is finite unless an element is not, or the sum itself overflows: then look closely.
+        if not torch.isfinite(copied.sum()) and not bool(torch.isfinite(copied).all()):
+            raise BadData(
+                f"tensor {name} holds NaN or Inf (read as {tensor.dtype}, served as {self.dtype})", where=where
+            )
+        self.found[name] = copied
+        if self.assembly is not None and place is not None:
+            self.assembly.filled(name)
+
+    def finish(self, where: str) -> dict[str, torch.Tensor]:
+        """All of them. BadData when one did not come."""
+        missing = sorted(self.shapes.keys() - self.found.keys())
+        if missing:
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            raise BadData(f"{len(missing)} tensors are missing: {', '.join(missing[:3])}{more}", where=where)
+        if self.tied and HEAD in self.found:
+            head = self.found.pop(HEAD)
+            if not torch.equal(head, self.found[EMBEDDING]):
+                raise BadData("config.json ties the head to the embedding, but lm_head.weight differs", where=where)
+        return self.found
 
 
 def read_tensors(
@@ -140,23 +149,18 @@ def read_tensors(
     tied: bool,
     assembly: Assembly | None = None,
 ) -> dict[str, torch.Tensor]:
-    """All tensors of the checkpoint, in fresh memory or in their places of `assembly`. `shapes` is the complete list of
-    what must be there.
-
-    A tied checkpoint may carry `lm_head.weight` when it equals the embedding.
-    """
-    found: dict[str, torch.Tensor] = {}
+    """All tensors of the checkpoint, in fresh memory or in their places of `assembly`. Raises as `Intake`."""
+    intake = Intake(shapes, dtype, tied=tied, assembly=assembly)
     for path in weight_files(folder):
-        _read_file(path, shapes, dtype, found, tied, assembly)
-    missing = sorted(shapes.keys() - found.keys())
-    if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise BadData(f"{len(missing)} tensors are missing: {', '.join(missing[:3])}{more}", where=str(folder))
-    if tied and "lm_head.weight" in found:
-        head = found.pop("lm_head.weight")
-        if not torch.equal(head, found["model.embed_tokens.weight"]):
-            raise BadData("config.json ties the head to the embedding, but lm_head.weight differs", where=str(folder))
-    return found
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
+                    intake.add(name, file.get_tensor(name), str(path))
+        except (SafetensorError, OSError) as error:
+            raise BadData(
+                f"{path.name} is truncated or is no safetensors file: {error}", where=str(path), hint="fetch it again"
+            ) from error
+    return intake.finish(str(folder))
 
 
 def read_checkpoint(

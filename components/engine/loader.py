@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from colchis.components.engine.fallback import TransformersDecoder, load_transfo
 from colchis.components.engine.invariance import find_quantum, find_windows
 from colchis.components.engine.settings import EngineSettings
 from colchis.components.engine.text import Text
-from colchis.components.engine.weights import StaticWeights
+from colchis.components.engine.weights import Assembly, StaticWeights
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ def load(folder: Path, settings: EngineSettings, current: Serving | None, text: 
     if tokenizer is None and current is not None:
         tokenizer = current.tokenizer
     decoder: Decoder
+    swap: Callable[[], None]
     checksums: dict[str, Future[str]] | None = None
     if checkpoint.assembly is not None:
         weights, checksums = checkpoint.assembly.weights(), checkpoint.assembly.checksums
@@ -56,10 +57,7 @@ def load(folder: Path, settings: EngineSettings, current: Serving | None, text: 
             decoder = current.decoder
         else:
             decoder = _static_decoder(weights, settings)
-        served = decoder
-
-        def swap() -> None:
-            served.weights = weights
+        swap = _swap(decoder, weights)
     else:
         model = load_transformers(checkpoint, dtype)
         if current is not None and isinstance(current.decoder, TransformersDecoder):
@@ -68,8 +66,10 @@ def load(folder: Path, settings: EngineSettings, current: Serving | None, text: 
             decoder = TransformersDecoder(model, checkpoint.architecture)
         served_model = decoder
 
-        def swap() -> None:
+        def swap_model() -> None:
             served_model.model = model
+
+        swap = swap_model
 
     return Serving(
         folder,
@@ -81,6 +81,19 @@ def load(folder: Path, settings: EngineSettings, current: Serving | None, text: 
         swap,
         checksums,
     )
+
+
+def received(assembly: Assembly, current: Serving) -> Serving:
+    """`current` with other weights, which came without a folder. The assembly is complete."""
+    assert isinstance(current.decoder, StaticDecoder)
+    return replace(current, swap=_swap(current.decoder, assembly.weights()), checksums=assembly.checksums)
+
+
+def _swap(decoder: StaticDecoder, weights: StaticWeights) -> Callable[[], None]:
+    def swap() -> None:
+        decoder.weights = weights
+
+    return swap
 
 
 def _static_decoder(weights: StaticWeights, settings: EngineSettings) -> StaticDecoder:

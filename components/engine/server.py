@@ -15,6 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from colchis.components.engine import receive
 from colchis.components.engine.generate import parse_generate
 from colchis.components.engine.generate_route import GenerateRoute
 from colchis.components.engine.sample import Sample
@@ -113,6 +114,7 @@ def build_app(engine: Engine) -> FrontDoor:
 
     _control_routes(app, engine)
     _weight_routes(app, engine)
+    receive.add_routes(app, engine)
     _probe_routes(app, engine)
     return FrontDoor(app, engine)
 
@@ -283,7 +285,8 @@ def _probe_routes(app: FastAPI, engine: Engine) -> None:
             "row_quantum": getattr(serving.decoder, "quantum", None) if serving else None,
             "attention_windows": getattr(serving.decoder, "windows", None) if serving else None,
         }
-        identity = {"engine": "colchis-embedded", "start_id": engine.start_id}
+        receives = serving is not None and serving.architecture.static
+        identity = {"engine": "colchis-embedded", "start_id": engine.start_id, "receives_weights": receives}
         return {**settings.public(), **identity, "status": "ready", "internal_states": [live]}
 
     @app.get("/metrics")

@@ -153,19 +153,23 @@ class Engine:
             folder = Path(body.model_path)
             fresh = await asyncio.to_thread(load, folder, self.settings, self.serving, self.text)
             version = None if body.weight_version is None else str(body.weight_version)
-
-            def install() -> None:
-                self.scheduler.install(fresh.decoder, fresh.swap, version, flush=body.flush_cache)
-                self.serving, self.text.tokenizer = fresh, fresh.tokenizer
-                self.fresh_checksums = fresh.checksums
-
             if body.abort_all_requests:
                 self.scheduler.post(lambda: _discard(self.scheduler, None, "aborted by a weight update"))
-            await self.in_scheduler(self.scheduler.call_when_idle(install))
+            await self.install(fresh, version, flush=body.flush_cache)
         seconds = time.perf_counter() - started
         self.counters.weight_load_seconds.labels("disk").set(seconds)
         log.info("weights from %s serve as version %s after %.3f s", folder, self.scheduler.weight_version, seconds)
         return f"Succeeded to update model weights from {folder} in {seconds:.3f} s."
+
+    async def install(self, fresh: Serving, version: str | None, *, flush: bool) -> None:
+        """Serve that from now on, between two steps, when nothing runs or all is paused. Hold `update_lock`."""
+
+        def install() -> None:
+            self.scheduler.install(fresh.decoder, fresh.swap, version, flush=flush)
+            self.serving, self.text.tokenizer = fresh, fresh.tokenizer
+            self.fresh_checksums = fresh.checksums
+
+        await self.in_scheduler(self.scheduler.call_when_idle(install))
 
 
 def _discard(scheduler: Scheduler, wanted: set[int] | None, message: str) -> None:

@@ -17,9 +17,9 @@ class Boundary(IntEnum):
     STORE = 1
     """Trainer weights complete in the store."""
     BUFFER = 2
-    """The agent's staging buffer, read under its one-writer lock: digest before = after = commit."""
+    """The agent's staging buffer, read under its one-writer lock: digest before = after = commit; or the sender's copy."""
     TRANSFER = 3
-    """Bytes moved from the store to the engine's disk."""
+    """Bytes moved from the store to the engine's disk, or to a sender's."""
     LOAD = 4
     """The engine's own tensors are the commit's."""
     CACHE = 5
@@ -32,13 +32,13 @@ class Boundary(IntEnum):
 
 
 class BoundaryRecord(Record):
-    """What one engine, or for boundary 1 the store, proved."""
+    """What one engine proved, or the store, or a sender."""
 
     format: Literal[1] = 1
     boundary: Boundary
     name: str
     engine: str | None
-    """Id of the engine; None for boundary 1, which is the store's."""
+    """Id of the engine; None for boundary 1, which is the store's, and for the copy of a sender."""
     run: str
     version: int
     ok: bool
@@ -46,6 +46,11 @@ class BoundaryRecord(Record):
     seconds: float = Field(ge=0)
     proof: dict[str, Any] = Field(default_factory=dict)
     """The numbers; which ones depends on the boundary (docs/architecture.md)."""
+
+    @property
+    def at(self) -> str:
+        """Who proved it, for people."""
+        return self.engine or ("store" if self.boundary is Boundary.STORE else "sender")
 
     def headline(self) -> dict[str, Any]:
         """The scalars of the proof, short enough for a log line; what the record itself says is left out."""

@@ -20,7 +20,7 @@ def iteration_page(summary: Summary, records: Sequence[BoundaryRecord]) -> str:
     boundaries = [
         (
             f"{r.boundary.value} {r.name}",
-            r.engine or "store",
+            r.at,
             f"{r.seconds:.3f} s",
             ", ".join(f"{k} {v}" for k, v in r.headline().items() if k != "seconds"),
         )

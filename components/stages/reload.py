@@ -23,6 +23,7 @@ from colchis.components.records.iteration import Summary
 from colchis.components.records.run import Serving
 from colchis.components.records.weights import WeightsManifest
 from colchis.components.report.iteration import iteration_page
+from colchis.components.stages import sending
 from colchis.components.stages.context import Stage, outputs_of, stage_command
 from colchis.components.stages.summarise import summarise
 from colchis.components.stages.train import MANIFEST
@@ -64,16 +65,24 @@ async def _pass(stage: Stage, version: int, boundary: str, trained: Commit | Non
         if boundary == "transfer":
             stage.claim_pool()
         manifest = read_manifest(stage.store, stage.run, version)
+        direct = knobs.transfer != "store"
         async with Agents.from_environment() as agents:
             match boundary:
                 case "transfer":
-                    records = await prepare_all(agents, manifest, deadline_s=knobs.prepare_deadline_s)
+                    if direct:
+                        sending.refuse_without_torch()
+                    records = await prepare_all(agents, manifest, direct=direct, deadline_s=knobs.prepare_deadline_s)
+                    if sending.wants_copy(records):
+                        records = [await asyncio.to_thread(sending.fetch_copy, stage, manifest), *records]
                 case "buffer":
-                    records = await verify_all(agents, manifest, deadline_s=knobs.prepare_deadline_s)
+                    copies = await asyncio.to_thread(sending.verify_copy, manifest)
+                    at_engines = await verify_all(agents, manifest, direct=direct, deadline_s=knobs.prepare_deadline_s)
+                    records = [*copies, *at_engines]
                 case "load":
-                    records = await activate_all(
-                        agents, manifest, pause=knobs.pause, deadline_s=knobs.activate_deadline_s
-                    )
+                    with sending.sender_of(stage, manifest) as sender:
+                        records = await activate_all(
+                            agents, manifest, pause=knobs.pause, sender=sender, deadline_s=knobs.activate_deadline_s
+                        )
                 case _:
                     records = await probe_all(
                         agents,

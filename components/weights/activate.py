@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Protocol, Self, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -31,6 +31,7 @@ from colchis.components.weights.protocol import (
     Activate,
     Activated,
     Message,
+    Offer,
     Prepare,
     Prepared,
     Probe,
@@ -209,21 +210,42 @@ def verify_published(store: Store, run: str, version: int) -> BoundaryRecord:
     )
 
 
-async def prepare_all(agents: Agents, manifest: WeightsManifest, *, deadline_s: float) -> list[BoundaryRecord]:
-    """Boundary 3 at every engine, side by side, while all of them serve."""
+class Sends(Protocol):
+    """Who has the version in memory, for engines that receive it (`components/direct/sender.py`)."""
+
+    def offer(self, receivers: int, *, towards: str) -> Offer:
+        """Wait for an engine of that many ranks, whose agent has that URL."""
+        ...
+
+
+async def prepare_all(
+    agents: Agents, manifest: WeightsManifest, *, direct: bool = False, deadline_s: float
+) -> list[BoundaryRecord]:
+    """Boundary 3 at every engine, side by side, while all of them serve. `direct`: there will be a sender."""
 
     async def prepare(agent: AgentClient, left_s: float) -> dict[str, Any]:
-        answer = await agent.prepare(Prepare(run=manifest.run, version=manifest.version, deadline_s=left_s))
-        _expect("digest of the staged copy", _digest(manifest, answer.adapter), answer.weights_digest)
+        answer = await _prepare(agent, manifest, direct, left_s)
         return answer.model_dump(mode="json")
 
     return await _everywhere(agents, Boundary.TRANSFER, manifest, prepare, deadline_s)
 
 
-async def verify_all(agents: Agents, manifest: WeightsManifest, *, deadline_s: float) -> list[BoundaryRecord]:
-    """Boundary 2 at every engine: its staged copy, read again under its lock, is the commit's."""
+async def _prepare(agent: AgentClient, manifest: WeightsManifest, direct: bool, left_s: float) -> Prepared:
+    request = Prepare(run=manifest.run, version=manifest.version, direct=direct, deadline_s=left_s)
+    answer = await agent.prepare(request)
+    _expect("digest of the staged copy", _digest(manifest, answer.adapter), answer.weights_digest)
+    return answer
+
+
+async def verify_all(
+    agents: Agents, manifest: WeightsManifest, *, direct: bool = False, deadline_s: float
+) -> list[BoundaryRecord]:
+    """Boundary 2 at every engine: its staged copy, read again under its lock, is the commit's. With `direct`, engines that are
+    to receive the version have none: the sender's is the one."""
 
     async def verify(agent: AgentClient, left_s: float) -> dict[str, Any]:
+        if direct and (receivers := (await _prepare(agent, manifest, direct, left_s)).receivers):
+            return {"receivers": receivers, "tensors": 0, "bytes": 0}
         answer = await agent.verify(Verify(run=manifest.run, version=manifest.version, deadline_s=left_s))
         _expect("digest of the staged copy", _digest(manifest, answer.adapter), answer.weights_digest)
         return answer.model_dump(mode="json")
@@ -236,18 +258,28 @@ async def activate_all(
     manifest: WeightsManifest,
     *,
     pause: Literal["retract", "abort"] = "retract",
+    sender: Sends | None = None,
     deadline_s: float,
 ) -> list[BoundaryRecord]:
     """Boundary 4 at every engine; call it when all have prepared. Where checksums cannot be predicted from the commit,
-    all engines must report the same."""
+    all engines must report the same. `sender` has the version for the engines that said that they receive it."""
 
     async def activate(agent: AgentClient, left_s: float) -> dict[str, Any]:
+        receivers = (await _prepare(agent, manifest, True, left_s)).receivers if sender else 0
         answer = await agent.activate(
-            Activate(run=manifest.run, version=manifest.version, kind=manifest.kind, pause=pause, deadline_s=left_s)
+            Activate(
+                run=manifest.run,
+                version=manifest.version,
+                kind=manifest.kind,
+                pause=pause,
+                offer=sender.offer(receivers, towards=agent.url) if sender and receivers else None,
+                deadline_s=left_s,
+            )
         )
         expected = _digest(manifest, answer.adapter)
         _expect("digest of the staged copy before the load", expected, answer.digest_before)
-        _expect("digest of the staged copy after the load", expected, answer.digest_after)
+        if answer.digest_after is not None:
+            _expect("digest of the staged copy after the load", expected, answer.digest_after)
         _expect("label that the engine reports", _label(manifest, answer.adapter), answer.version_reported)
         return answer.model_dump(mode="json")
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from colchis.components.errors import BadData
+from colchis.components.records.weights import TensorEntry
 from colchis.components.weights.architecture import EMBEDDING, FAMILIES, GATE_UP, HEAD, fused, is_tied
 from colchis.components.weights.header import ITEM_BYTES, TensorSpan, read_header
 from colchis.components.weights.scan import chunks, in_parallel
@@ -50,6 +51,11 @@ class Prediction:
             for name, expected in self.checksums.items()
             if found.get(name) not in (expected, self.padded.get(name, expected))
         )
+
+    def contradicts(self, tensor: TensorEntry) -> bool:
+        """Whether this was computed from another tensor of that name. One that is stacked cannot be told."""
+        expected = self.checksums.get(tensor.name)
+        return expected is not None and expected != tensor.sha256[:DIGITS]
 
 
 def predict(folder: Path, verified: Mapping[str, str] | None = None) -> Prediction | None:

@@ -91,6 +91,8 @@ class Prepare(Message):
 
     run: str
     version: int = Field(ge=0)
+    direct: bool = False
+    """There is a sender: an engine that can receive a version needs no copy of it here."""
     deadline_s: float = Field(600.0, gt=0)
 
 
@@ -119,6 +121,9 @@ class Prepared(Message):
     p95_s: float
     retries: int
     objects: list[FetchedObject]
+    receivers: int = 0
+    """Ranks of an engine that is to receive the version from a sender: its manifest was checked, and nothing was fetched.
+    0: it was staged."""
     repeated: bool = False
     """The version was staged by an earlier call, which moved these objects; `seconds` are this call's."""
 
@@ -142,6 +147,30 @@ class Verified(Message):
     seconds: float
 
 
+class Predicted(Message):
+    """What the tensors of an engine must hash to (`components/weights/checksums.py`)."""
+
+    dtype: str
+    checksums: dict[str, str]
+    padded: dict[str, str]
+
+
+class Offer(Message):
+    """Where a sender waits for one engine, with a version in its memory."""
+
+    host: str = Field(min_length=1)
+    port: int = Field(ge=1, le=65535)
+    group: str = Field(min_length=1)
+    """Name of the process group; used once."""
+    ranks: int = Field(ge=2)
+    """Of the group: the sender, which is rank 0, and those of the engine."""
+    backend: Literal["gloo", "nccl"]
+    bucket_bytes: int = Field(gt=0)
+    """Most bytes of one broadcast (`components/weights/buckets.py`)."""
+    prediction: Predicted | None
+    """Computed from the sender's copy; None where it cannot be."""
+
+
 class Activate(Message):
     """Make the engine serve a prepared version, in one call."""
 
@@ -149,6 +178,8 @@ class Activate(Message):
     version: int = Field(ge=0)
     kind: Literal["full", "same"]
     pause: Literal["retract", "abort"] = "retract"
+    offer: Offer | None = None
+    """Where the version comes from, for an engine that `Prepared` said is to receive it; None: from the staged copy."""
     deadline_s: float = Field(120.0, gt=0)
     """Also the lease on the pause."""
 
@@ -176,9 +207,11 @@ class Activated(Message):
     """Against what the engine served before; None when nothing could be compared."""
     version_reported: str
     """The engine's own label after the load."""
+    direct: bool = False
+    """The engine received the version from a sender, which has the copy that must be read again."""
     digest_before: str
-    digest_after: str
-    """The staged copy before and after the load."""
+    digest_after: str | None
+    """The staged copy before and after the load; of a version that was received, the manifest's and None."""
     flush: bool
     """The engine acknowledged that its cache was emptied."""
     cached_tokens_before: int | None

@@ -22,6 +22,7 @@ from colchis.components.store.pools import pool_lease
 from colchis.components.weights.protocol import Activate, EngineState, Prepare
 from colchis.components.weights.publish import read_manifest
 from tests.agent.conftest import DEADLINE_S, AgentProcess, EngineProcess, Versions
+from tests.agent.sending import SenderProcess
 from tests.weights.models import RUN
 
 
@@ -162,6 +163,28 @@ def test_a_restarted_engine_gets_back_what_its_run_declares(
         eventually(lambda: agent.ready().status_code == 200, "the restarted engine is filled")
         assert (agent.status().version, engine.label(), engine.checksum()) == (1, "1", checksum)
         assert engine.generate()["meta_info"]["weight_version"] == "1"
+
+
+def test_an_engine_that_was_sent_its_version_gets_it_back_from_the_store(
+    store: Store, versions: Versions, agent: AgentProcess, engine: EngineProcess, tmp_path: Path
+) -> None:
+    """Catches a refill that looks for a staged copy where there never was one, or for the sender."""
+    agent.bring(0)
+    agent.ask(lambda a: a.prepare(Prepare(run=RUN, version=1, direct=True, deadline_s=DEADLINE_S)))
+    sender = SenderProcess(read_manifest(store, RUN, 1), versions.folders[1], agent.url, tmp_path)
+    try:
+        request = Activate(run=RUN, version=1, kind="full", offer=sender.offer, deadline_s=DEADLINE_S)
+        proof = agent.ask(lambda a: a.activate(request))
+    finally:
+        sender.kill()
+    assert proof.direct
+    declare(store, 1, proof.weights_digest)
+    assert not agent.staged(1).exists()
+    engine.child.stop()
+    engine.start()
+    eventually(lambda: agent.ready().status_code == 200, "the restarted engine is filled")
+    assert (agent.status().version, engine.label()) == (1, "1")
+    assert agent.staged(1).exists()
 
 
 def test_a_restarted_engine_is_not_filled_with_what_nobody_declares(

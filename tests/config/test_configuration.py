@@ -47,6 +47,14 @@ def test_identity_holds_what_changes_results_and_nothing_else() -> None:
     assert longer.digest() != base.digest()
 
 
+def test_whole_versions_are_not_sent_where_adapters_are_served() -> None:
+    """Fault: a transfer that is asked for, and silently not used."""
+    asked = override(MINIMAL, ["trainer.lora_rank=4", "reload.transfer=gloo"])
+    with pytest.raises(BadConfig, match=r"reload\.transfer: 'gloo' sends whole versions"):
+        parse(asked)
+    assert parse(override(asked, ["reload.adapters=merged"])).reload.transfer == "gloo"
+
+
 def test_override_creates_sections_and_reads_numbers(config_file: Path) -> None:
     """Fault: `--set trainer.learning_rate=5e-4` arriving as text, since YAML 1.1 wants a dot."""
     config = load(config_file, ["trainer.learning_rate=5e-4", "rollout.stop=['x', 'y']"])

@@ -17,6 +17,8 @@ MANIFESTS = REPOSITORY / "manifests"
 OVERLAYS = tuple(sorted(p.parent.name for p in (MANIFESTS / "overlays").glob("*/kustomization.yaml")))
 WITH_MINIO = "dev-with-minio"
 """The overlay `dev` with the component that no overlay uses."""
+WITH_DIRECT = "dev-with-direct-transfer"
+"""The same for the other one that none uses."""
 OTHERS = ("argo", "cluster-scoped", "gitops/argocd", "gitops/flux")
 """Folders that are applied beside an overlay."""
 
@@ -44,6 +46,12 @@ def manifests(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(folder / "overlays/dev", folder / "overlays" / WITH_MINIO)
     kustomization = folder / "overlays" / WITH_MINIO / "kustomization.yaml"
     kustomization.write_text(kustomization.read_text().replace("components/seaweedfs", "components/minio"))
+    shutil.copytree(folder / "overlays/dev", folder / "overlays" / WITH_DIRECT)
+    kustomization = folder / "overlays" / WITH_DIRECT / "kustomization.yaml"
+    seaweedfs = "components: [../../components/seaweedfs"
+    assert seaweedfs in kustomization.read_text()
+    text = kustomization.read_text().replace(seaweedfs, f"{seaweedfs}, ../../components/direct-transfer")
+    kustomization.write_text(text)
     return folder
 
 
@@ -57,11 +65,11 @@ def kustomize(kubectl: Path, folder: Path) -> str:
 @pytest.fixture(scope="session")
 def documents(kubectl: Path, manifests: Path) -> dict[str, list[Document]]:
     """Folder of manifests/ -> its objects."""
-    folders = (*(f"overlays/{name}" for name in (*OVERLAYS, WITH_MINIO)), *OTHERS)
+    folders = (*(f"overlays/{name}" for name in (*OVERLAYS, WITH_MINIO, WITH_DIRECT)), *OTHERS)
     return {folder: parse(kustomize(kubectl, manifests / folder), folder) for folder in folders}
 
 
-@pytest.fixture(params=(*OVERLAYS, WITH_MINIO))
+@pytest.fixture(params=(*OVERLAYS, WITH_MINIO, WITH_DIRECT))
 def overlay(request: pytest.FixtureRequest, documents: dict[str, list[Document]]) -> list[Document]:
     """The objects of one overlay; a test that asks for it runs once for each."""
     return documents[f"overlays/{request.param}"]

@@ -18,6 +18,7 @@ ADDRESSES = {
     "overlays/test": {"10.244.0.1/32:6443/TCP": "API server", "10.244.0.1/32:8333/TCP": "store"},
     "overlays/dev": {"172.16.0.0/12:6443/TCP": "API server"},
     "overlays/dev-with-minio": {"172.16.0.0/12:6443/TCP": "API server"},
+    "overlays/dev-with-direct-transfer": {"172.16.0.0/12:6443/TCP": "API server"},
     "overlays/prod": {"203.0.113.1/32:6443/TCP": "API server", "203.0.113.10/32:443/TCP": "store"},
 }
 ELSEWHERE = {("kube-system", "k8s-app", "kube-dns"): "cluster DNS", ("argo", "app", "argo-server"): "Argo server"}
@@ -53,7 +54,7 @@ class Network:
             return {(pod.name, "anywhere", "any")}
         found = set()
         for rule in (rule for policy in mine for rule in policy.get(kind.lower(), [])):
-            ports = [f"{p['port']}/{p['protocol']}" for p in rule.get("ports", [])] or ["any"]
+            ports = [_ports(p) for p in rule.get("ports", [])] or ["any"]
             for peer in rule.get(peers) or [{}]:
                 found |= {(pod.name, other, port) for port in ports for other in self._others(peer, port)}
         return found
@@ -76,10 +77,17 @@ class Network:
         return start, end, "store" if end == "store" else port
 
 
-def documented(stages: set[str], *, store_is_here: bool) -> set[Flow]:
-    """The table, row by row; the Argo server reaches a store here by policy, one elsewhere without us."""
+def _ports(port: Json) -> str:
+    numbers = f"{port['port']}-{port['endPort']}" if "endPort" in port else port["port"]
+    return f"{numbers}/{port['protocol']}"
+
+
+def documented(stages: set[str], *, store_is_here: bool, direct: bool) -> set[Flow]:
+    """The table, row by row; the Argo server reaches a store here by policy, one elsewhere without us. `direct`: and the
+    table of that component."""
     flows = set()
-    for starts, end, ports in table("from", "to", "port"):
+    rows = table("from", "to", "port") + (table("from", "to", "port, with direct transfer") if direct else [])
+    for starts, end, ports in rows:
         if starts == "Argo server" and not store_is_here:
             continue
         if starts.startswith("every stage"):
@@ -93,7 +101,8 @@ def documented(stages: set[str], *, store_is_here: bool) -> set[Flow]:
 def network_of(overlay: list[Document]) -> tuple[Network, set[Flow]]:
     network = Network(overlay)
     stages = set(network.pods) - {"engine", "seaweedfs", "minio"}
-    return network, documented(stages, store_is_here=bool({"seaweedfs", "minio"} & set(network.pods)))
+    store_is_here, direct = bool({"seaweedfs", "minio"} & set(network.pods)), "direct" in overlay[0].file
+    return network, documented(stages, store_is_here=store_is_here, direct=direct)
 
 
 def test_policies_allow_what_the_table_says(overlay: list[Document]) -> None:

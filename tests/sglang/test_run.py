@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from colchis.components.engine.sglang_cpu import environment
+from colchis.components.records.boundary import Boundary
+from colchis.components.report.status import find_boundaries
 from colchis.components.store import StageKey, Store, keys, read_commit
 from colchis.workflows.local.weed import Weed
 from tests.run.conftest import make_project
@@ -58,4 +60,25 @@ def test_two_iterations(model: Path, tmp_path: Path) -> None:
             assert (load["version"], load["ok"], load["proof"]["checksums_equal"]) == (iteration + 1, True, True)
             assert cache["proof"]["max_gap"] < 1e-4
             # sampled by SGLang, and computed again by the trainer
+            assert json.loads(store.get(keys.summary("r", iteration)).data)["metrics"]["gap_mean"] < 1e-5
+
+
+def test_versions_are_sent_to_two_servers(model: Path, tmp_path: Path) -> None:
+    """Catches two servers that disturb each other, and a broadcast that only the embedded engine understands."""
+    if environment.find() is None:
+        pytest.skip("the environment of SGLang has not been built: run `make test-sglang`")
+    project = make_project(model, tmp_path)
+    done = project.run("--engine", "sglang", "--engines", "2", "--set", "reload.transfer=gloo")
+    assert done.returncode == 0, done.stdout + done.stderr
+    with Weed(project.home / "store") as weed:
+        store = Store(weed.settings)
+        assert json.loads(store.get(keys.serving("r")).data)["engines"] == ["main-0", "main-1"]
+        for version in (0, 1, 2):  # SGLang starts with a model, so it receives the first version too
+            records = find_boundaries(store, "r", version)
+            loads = [r for r in records if r.boundary == Boundary.LOAD]
+            assert [r.engine for r in loads] == ["main-0", "main-1"]
+            assert all(r.proof["direct"] and r.proof["checksums_equal"] for r in loads)
+            gaps = [r.proof["max_gap"] for r in records if r.boundary == Boundary.CACHE and version]
+            assert all(gap < 1e-4 for gap in gaps)
+        for iteration in (0, 1):
             assert json.loads(store.get(keys.summary("r", iteration)).data)["metrics"]["gap_mean"] < 1e-5

@@ -13,6 +13,7 @@ from colchis.components.config import SECTIONS
 from colchis.components.errors import BadConfig
 from colchis.workflows import render
 from colchis.workflows.lint import lint_files
+from colchis.workflows.templates import Shape
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +50,16 @@ def test_drift_is_found(tmp_path: Path) -> None:
 
 def test_rendered_files_pass_the_lint() -> None:
     assert [str(f) for f in lint_files(sorted(render.TEMPLATES.glob("*.yaml")))] == []
+
+
+def test_a_reload_that_sends_has_the_image_that_can() -> None:
+    """Fault: a run that fails at its first reload, for want of torch; and a misspelled word that means `stage`."""
+    for word, image in (("stage", "colchis/stage"), ("trainer", "colchis/trainer")):
+        (text,) = render.render([Shape("x", reload_from=word)]).values()  # type: ignore[arg-type]
+        (reload,) = [t for t in yaml.safe_load(text)["spec"]["templates"] if "containerSet" in t]
+        assert {c["image"].split(":")[0] for c in reload["containerSet"]["containers"]} == {image}
+    with pytest.raises(BadConfig, match="reload_from is 'triner', expected stage or trainer"):
+        Shape("x", reload_from="triner")  # type: ignore[arg-type]
 
 
 def test_every_pod_is_restricted(rendered: dict[str, dict[str, Any]]) -> None:

@@ -1,0 +1,191 @@
+"""A version that a sender broadcasts into the engine, on either engine: the same proofs as from the disk, and what is left
+when the sender does not do its part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from colchis.components.agent.activation import unproven
+from colchis.components.errors import BadData, PeerUnavailable
+from colchis.components.weights.protocol import Activate, Activated, EngineState, Offer, Prepare, Prepared
+from colchis.components.weights.publish import read_manifest
+from tests.agent.conftest import DEADLINE_S
+from tests.agent.sending import SenderProcess
+from tests.contract.conftest import EMBEDDED, Flight
+from tests.contract.replica import Replica, holding, scaled, tensors_of
+from tests.contract.test_reload import CLOSE
+
+RECEIVE = "/update_weights_from_distributed"
+
+
+@contextmanager
+def sending(replica: Replica, version: int, scratch: Path, folder: Path | None = None) -> Iterator[SenderProcess]:
+    """A sender of a version until the block ends. `folder`: its copy, where that is not the version's."""
+    manifest = read_manifest(replica.store, replica.versions.run, version)
+    sender = SenderProcess(manifest, folder or replica.versions.folders[version], replica.agent.url, scratch)
+    try:
+        yield sender
+    finally:
+        sender.kill()
+
+
+def prepare_direct(replica: Replica, version: int) -> Prepared:
+    request = Prepare(run=replica.versions.run, version=version, direct=True, deadline_s=DEADLINE_S)
+    return replica.agent.ask(lambda agent: agent.prepare(request))
+
+
+def receive(replica: Replica, version: int, offer: Offer) -> Activated:
+    request = Activate(run=replica.versions.run, version=version, kind="full", offer=offer, deadline_s=DEADLINE_S)
+    return replica.agent.ask(lambda agent: agent.activate(request))
+
+
+def test_a_version_is_received_and_proven(replica: Replica, tmp_path: Path) -> None:
+    """Fault: a fast path that proves less than the slow one."""
+    prepared = prepare_direct(replica, 1)
+    assert (prepared.receivers, prepared.bytes, prepared.objects) == (1, 0, [])
+    with sending(replica, 1, tmp_path) as sender:
+        proof = receive(replica, 1, sender.offer)
+    assert (proof.direct, proof.predicted, proof.checksums_equal, proof.changed, proof.previous) == (
+        *(True, True, True, True),
+        0,
+    )
+    assert (proof.flush, proof.version_reported, proof.digest_after) == (True, "1", None)
+    assert proof.cached_tokens_before
+    assert proof.cached_tokens_after == 0
+    assert not replica.agent.staged(1).exists()
+    assert replica.gap() < CLOSE
+    replica.serves(1)
+    with sending(replica, 1, tmp_path) as unused:  # asked again, as by a reload that is tried again
+        prepare_direct(replica, 1)
+        assert receive(replica, 1, unused.offer) == proof.model_copy(update={"repeated": True})
+
+
+def test_requests_in_flight_keep_their_tokens(replica: Replica, fly: Callable[..., Flight], tmp_path: Path) -> None:
+    """Fault: keys and values of the old weights go on being used, or tokens are lost."""
+    prepare_direct(replica, 1)
+    with sending(replica, 1, tmp_path) as sender:
+        flight = fly()
+        proof = receive(replica, 1, sender.offer)
+    meta = flight.answer()["meta_info"]
+    assert meta["finish_reason"]["type"] == "length"
+    assert [span["version"] for span in meta["weight_versions"]] == ["0", "1"]
+    assert proof.cached_tokens_after == 0
+    replica.serves(1)
+
+
+def test_a_sender_that_is_gone_changes_nothing(replica: Replica, tmp_path: Path) -> None:
+    """Fault: an engine that waits half an hour for a sender that died before they met."""
+    prepare_direct(replica, 1)
+    with sending(replica, 1, tmp_path) as sender:
+        sender.kill()
+        with pytest.raises(PeerUnavailable, match="nobody waits with weights"):
+            receive(replica, 1, sender.offer)
+    replica.serves(0)
+    assert replica.agent.bring(1).previous == 0
+    replica.serves(1)
+
+
+def test_a_sender_is_killed_between_two_buckets(replica: Replica, tmp_path: Path) -> None:
+    """Fault: half of a version under the name of a whole one, or an update that stays open for ever."""
+    prepare_direct(replica, 1)
+    with sending(replica, 1, tmp_path) as sender, ThreadPoolExecutor(1) as pool:
+        seen = len(replica.engine_proxy.seen)
+        with holding(replica.engine_proxy, "POST", RECEIVE) as hold:
+            activation = pool.submit(receive, replica, 1, sender.offer)
+            hold.wait()
+            with holding(replica.engine_proxy, "POST", RECEIVE) as second:
+                hold.open.set()
+                second.wait()
+                sender.kill()
+        with pytest.raises(PeerUnavailable, match=r"(?i)failed to receive"):
+            activation.result()
+    assert [path for _, path in replica.engine_proxy.seen[seen:]].count(RECEIVE) == 2
+    assert not replica.paused
+    status = replica.agent.status()
+    assert (status.state, status.ready) == (EngineState.FAILED, False)
+    if replica.kind == EMBEDDED:  # which collects a version before it takes any of it
+        assert replica.label == "0"
+        assert replica.holds(0)
+    else:
+        assert replica.label == unproven(1)
+        assert not replica.holds(0)
+        assert not replica.holds(1)
+    assert "weight_versions" in replica.engine.sample([3, 7], tokens=2)["meta_info"]
+
+    prepare_direct(replica, 1)
+    with sending(replica, 1, tmp_path) as another:
+        assert receive(replica, 1, another.offer).direct
+    replica.serves(1)
+
+
+def test_the_store_repairs_what_a_sender_broke(replica: Replica, tmp_path: Path) -> None:
+    """Fault: a fast path that only a fast path can repair."""
+    prepare_direct(replica, 1)
+    with sending(replica, 1, tmp_path) as sender, ThreadPoolExecutor(1) as pool:
+        with holding(replica.engine_proxy, "POST", "/end_weight_update") as hold:
+            activation = pool.submit(receive, replica, 1, sender.offer)
+            hold.wait()
+            replica.engine.client.post("/end_weight_update", json={})  # by somebody else: the agent's is refused
+        with pytest.raises(BadData, match="session"):
+            activation.result()
+    proof = replica.agent.bring(1)
+    assert (proof.direct, proof.checksums_equal) == (False, True)
+    replica.serves(1)
+
+
+def test_a_sender_of_another_version_is_refused(replica: Replica, tmp_path: Path) -> None:
+    """Fault: a sender of another version, whose checksums agree with what it sends."""
+    replica.versions.publish(2, scaled(replica, 1.5, tmp_path / "other"))
+    prepare_direct(replica, 1)
+    seen = len(replica.engine_proxy.seen)
+    with sending(replica, 2, tmp_path) as sender, pytest.raises(BadData, match="other tensors than weights v1"):
+        receive(replica, 1, sender.offer)
+    assert RECEIVE not in [path for _, path in replica.engine_proxy.seen[seen:]]
+    replica.serves(0)
+
+
+def test_a_copy_that_changed_under_its_sender_is_not_served(replica: Replica, tmp_path: Path) -> None:
+    """Fault: what is sent is not what was verified."""
+    other = scaled(replica, 1.5, tmp_path / "other")
+    prepare_direct(replica, 1)
+    with sending(replica, 1, tmp_path, other) as sender, sending(replica, 1, tmp_path) as honest:
+        claims = sender.offer.model_copy(update={"prediction": honest.offer.prediction})
+        with pytest.raises(BadData, match="not those of weights v1"):
+            receive(replica, 1, claims)
+    assert replica.label == unproven(1)
+    assert not replica.agent.status().ready
+    replica.agent.bring(1)
+    replica.serves(1)
+
+
+def test_an_offer_needs_a_version_that_was_prepared(replica: Replica, tmp_path: Path) -> None:
+    """Fault: weights whose manifest nobody checked."""
+    with sending(replica, 1, tmp_path) as sender, pytest.raises(BadData, match="not expected from a sender"):
+        receive(replica, 1, sender.offer)
+    replica.serves(0)
+
+
+def test_a_manifest_is_refused_before_anything_is_sent(replica: Replica) -> None:
+    """Fault: a version of another model, which an engine would find out in the middle."""
+    tensors = tensors_of(replica.versions.folders[1])
+    name = next(name for name in tensors if name.endswith("q_proj.weight"))
+    del tensors[name]
+    replica.versions.publish_unchecked(2, tensors)
+    with pytest.raises(BadData, match="1 tensors are missing"):
+        prepare_direct(replica, 2)
+    replica.serves(0)
+
+
+def test_an_agent_that_restarts_knows_what_was_received(replica: Replica, tmp_path: Path) -> None:
+    """Fault: a new agent that finds nothing staged takes a good engine out."""
+    prepare_direct(replica, 1)
+    with sending(replica, 1, tmp_path) as sender:
+        receive(replica, 1, sender.offer)
+    replica.agent.kill()
+    replica.agent.start()
+    replica.serves(1)

@@ -1,0 +1,53 @@
+"""A whole run whose versions are broadcast into the engines: the same weights at the end, with the same proofs."""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby
+
+import pytest
+
+from colchis.components.records.boundary import Boundary, BoundaryRecord
+from colchis.components.report.status import find_boundaries
+from colchis.components.store import Store
+from colchis.workflows.local.weed import Weed
+from tests.run.conftest import Project
+
+pytestmark = pytest.mark.timeout(600)
+
+Records = dict[Boundary, list[BoundaryRecord]]
+
+
+def boundaries(project: Project, version: int) -> Records:
+    with Weed(project.home / "store") as weed:
+        found = find_boundaries(Store(weed.settings), "r", version)
+    return {boundary: list(group) for boundary, group in groupby(found, key=lambda r: r.boundary)}
+
+
+def test_versions_are_sent_to_two_engines(project: Project) -> None:
+    """Catches a fast path that skips a proof, and one that moves other weights than the slow one."""
+    done = project.run("--engines", "2", "--set", "reload.transfer=gloo")
+    assert done.returncode == 0, done.stdout + done.stderr
+    digests = project.digests()
+    shown = project.colchis("status", "r").stdout
+    assert "received" in shown
+
+    first, second = boundaries(project, 0), boundaries(project, 2)
+    assert [r.proof["direct"] for r in first[Boundary.LOAD]] == [
+        False,
+        False,
+    ]  # an empty engine needs the model's folder
+    sender, *engines = second[Boundary.TRANSFER]
+    assert (sender.at, sender.proof["weights_digest"]) == ("sender", digests[1])
+    assert sender.proof["bytes"] > 0
+    assert [(r.at, r.proof["bytes"], r.proof["receivers"]) for r in engines] == [("main-0", 0, 1), ("main-1", 0, 1)]
+    assert [r.at for r in second[Boundary.BUFFER]] == ["sender", "main-0", "main-1"]
+    for record in second[Boundary.LOAD]:
+        assert (record.proof["direct"], record.proof["checksums_equal"], record.proof["changed"]) == (True, True, True)
+        assert record.proof["cached_tokens_after"] == 0
+    assert all(r.proof["max_gap"] < 1e-4 for r in second[Boundary.CACHE])
+
+    again = project.run("--run", "s", "--engines", "2")
+    assert again.returncode == 0, again.stdout + again.stderr
+    fetched = json.loads(project.colchis("status", "s", "--json").stdout)["summaries"]
+    assert [s["weights_digest"] for s in fetched] == digests

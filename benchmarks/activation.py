@@ -6,6 +6,7 @@ second is idle and only told to load the same weights. Turns alternate, medians 
 `bare`: seconds of /update_weights_from_disk. `agent`: the pause as the boundary record reports it. `observer`: the longest
 answer that a client of the first engine, one token a request, got while it was activated, less its usual answer. The pause
 holds more than the load: the order to pause, the flush, the engine's checksums of all its tensors, and three labels.
+`direct`: the pause when a sender broadcasts the same weights into the engine (`reload.transfer: gloo`), here over loopback.
 
 Examples: python benchmarks/activation.py --repeats 7 --json activation.json
           python benchmarks/activation.py --engine sglang --size small
@@ -33,8 +34,10 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
+from colchis.components.direct.sender import Sender
 from colchis.components.store import Store, keys, upload_input
 from colchis.components.weights import Agents, activate_all, build, prepare_all, publish, read_manifest
+from colchis.components.weights.deadline import Deadline
 from colchis.workflows.local.services import Pool, start_pool
 from colchis.workflows.local.weed import Weed
 
@@ -92,6 +95,7 @@ class Result:
     observer_s: float
     load_s: float
     """The agent's own load, inside its pause."""
+    direct_s: float
 
     @property
     def target_s(self) -> float:
@@ -133,10 +137,10 @@ class Observer:
 
 
 def publish_versions(store: Store, folder: Path) -> None:
-    """v0 and v1 in the store, as a run would have them."""
+    """Four versions in the store, as a run would have them: v2 and v3 are v0 and v1 once more, which nobody fetches."""
     model = upload_input(store, folder / "v0")
-    for version in (0, 1):
-        path = folder / f"v{version}" / "model.safetensors"
+    for version in range(4):
+        path = folder / f"v{version % 2}" / "model.safetensors"
         payload = store.upload(keys.iteration_prefix(RUN, version) + "benchmark/model.safetensors", path)
         manifest = build(
             run=RUN,
@@ -150,12 +154,16 @@ def publish_versions(store: Store, folder: Path) -> None:
         publish(store, manifest)
 
 
-async def activate(pool: Pool, store: Store, version: int) -> dict[str, Any]:
-    """Boundaries 3 and 4 of the first engine; what the record of the fourth proves."""
+async def activate(pool: Pool, store: Store, version: int, sent_from: Path | None = None) -> dict[str, Any]:
+    """Boundaries 3 and 4 of the first engine; what the record of the fourth proves. `sent_from`: the folder of a sender."""
     manifest = read_manifest(store, RUN, version)
+    deadline = Deadline(DEADLINE_S)
+    sender = None if sent_from is None else Sender(manifest, sent_from, backend="gloo", deadline=deadline)
     async with Agents([pool.engines[0].agent_url], pool.token) as agents:
-        await prepare_all(agents, manifest, deadline_s=DEADLINE_S)
-        return (await activate_all(agents, manifest, deadline_s=DEADLINE_S))[0].proof
+        await prepare_all(agents, manifest, direct=sender is not None, deadline_s=DEADLINE_S)
+        proof = (await activate_all(agents, manifest, sender=sender, deadline_s=DEADLINE_S))[0].proof
+    assert proof["direct"] == (sender is not None)
+    return proof
 
 
 def bare_load(client: httpx.Client, path: Path) -> float:
@@ -172,7 +180,7 @@ def measure(kind: str, size: str, store: Store, folder: Path, repeats: int) -> R
     )
     publish_versions(store, folder / "models")
     environment = store.settings.to_environment()
-    bare, paused, observed, loads = list[float](), list[float](), list[float](), list[float]()
+    bare, paused, observed, loads, direct = (list[float]() for _ in range(5))
     with (
         start_pool(
             "bench",
@@ -187,6 +195,7 @@ def measure(kind: str, size: str, store: Store, folder: Path, repeats: int) -> R
         for version in (0, 1):  # both versions loaded once: no first time is measured
             bare_load(idle, folder / "models" / f"v{version}")
             asyncio.run(activate(pool, store, version))
+        asyncio.run(activate(pool, store, 2, folder / "models" / "v0"))
         for turn in range(repeats):
             version = turn % 2
             bare.append(bare_load(idle, folder / "models" / f"v{version}"))
@@ -195,7 +204,10 @@ def measure(kind: str, size: str, store: Store, folder: Path, repeats: int) -> R
             paused.append(proof["pause_s"])
             loads.append(proof["load_s"])
             observed.append(observer.pause_s())
-    medians = [statistics.median(values) for values in (bare, paused, observed, loads)]
+            other = 1 - version
+            sent = asyncio.run(activate(pool, store, 2 + other, folder / "models" / f"v{other}"))
+            direct.append(sent["pause_s"])
+    medians = [statistics.median(values) for values in (bare, paused, observed, loads, direct)]
     return Result(size, int(made.stdout.split()[-1]), *medians)
 
 
@@ -211,10 +223,20 @@ def main(kind: str, sizes: tuple[str, ...], repeats: int, json_path: Path | None
         with tempfile.TemporaryDirectory() as name, Weed(Path(name) / "weed") as weed:
             results.append(measure(kind, size, Store(weed.settings), Path(name), repeats))
     table = Table(title=f"{kind} engine, medians of {repeats}, {os.cpu_count()} cores")
-    for column in ("size", "parameters", "bare load s", "pause s", "observer s", "load s", "target s", "met"):
+    for column in (
+        "size",
+        "parameters",
+        "bare load s",
+        "pause s",
+        "observer s",
+        "load s",
+        "direct s",
+        "target s",
+        "met",
+    ):
         table.add_column(column, justify="left" if column == "size" else "right")
     for r in results:
-        seconds = (r.bare_s, r.agent_s, r.observer_s, r.load_s, r.target_s)
+        seconds = (r.bare_s, r.agent_s, r.observer_s, r.load_s, r.direct_s, r.target_s)
         met = "yes" if r.agent_s <= r.target_s else "no"
         table.add_row(r.size, f"{r.parameters / 1e6:.2f} M", *(f"{s:.3f}" for s in seconds), met)
     Console().print(table)

@@ -93,6 +93,19 @@ class View:
         return self.reason is None
 
 
+@dataclass(frozen=True)
+class Ready:
+    """A version that may be activated: staged whole, staged as an adapter, or expected from a sender."""
+
+    digest: str
+    adapter: str | None = None
+    """Its name."""
+    transfers: tuple[Transfer, ...] = ()
+    receivers: int = 0
+    """Ranks of the engine that a sender is to reach; 0: it is staged."""
+    repeated: bool = False
+
+
 class Agent:
     """Thread-safe. The version that `status` shows is one that an agent proved for this very process of the engine."""
 
@@ -137,34 +150,25 @@ class Agent:
         """Boundary 3: fetch a version and verify it as it lies on the disk: whole, or its adapter and what that belongs on
         where the engine serves adapters. Where a sender is to bring it, check its manifest. Idempotent."""
         deadline, started = Deadline(request.deadline_s), time.monotonic()
-        run, version = request.run, request.version
-        transfers: list[Transfer] = []
-        receivers = 0
         self._adopt(deadline)
-        with self.staging.locked(run, version, deadline):
-            keep = self._belief.places
-            manifest = read_manifest(self.store, run, version)
-            if manifest.adapter is not None and self._serves(manifest.adapter, deadline):
-                base, repeated = self._stage(run, manifest.adapter.base_version, keep, deadline)
-                transfers += [] if repeated else base.transfers
-                adapter, repeated = self.shelf.fill(self.store, manifest, manifest.adapter, keep, deadline)
-                transfers += adapter.transfers
-                digest, name = adapter.digest, adapter.name
-            elif request.direct and (receivers := self._receivers(manifest, deadline)):
-                digest, name, repeated = manifest.weights_digest, None, False
-                files = {path.name: path for path in self.staging.check(self.store, manifest, deadline)}
-                self._activator.expect(Received(manifest, vocabulary(files["config.json"])))
-            else:
-                self.shelf.drop(run, version)
-                staged, repeated = self.staging.fill(self.store, run, version, keep, deadline)
-                transfers += staged.transfers
-                digest, name = staged.digest, None
-        summary = TransferSummary.of(transfers)
-        event(log, "prepared", run=run, version=version, adapter=name, bytes=summary.bytes, repeated=repeated)
+        with self.staging.locked(request.run, request.version, deadline):
+            manifest = read_manifest(self.store, request.run, request.version)
+            ready = self._make_ready(manifest, request.direct, deadline)
+        summary = TransferSummary.of(ready.transfers)
+        event(
+            log,
+            "prepared",
+            run=request.run,
+            version=request.version,
+            adapter=ready.adapter,
+            bytes=summary.bytes,
+            receivers=ready.receivers,
+            repeated=ready.repeated,
+        )
         return Prepared(
-            version=version,
-            weights_digest=digest,
-            adapter=name,
+            version=request.version,
+            weights_digest=ready.digest,
+            adapter=ready.adapter,
             bytes=summary.bytes,
             seconds=time.monotonic() - started,
             mb_per_s=summary.mb_per_s,
@@ -172,11 +176,27 @@ class Agent:
             retries=summary.retries,
             objects=[
                 FetchedObject(key=t.key, bytes=t.bytes, seconds=t.seconds, retries=t.retries, reused=t.reused)
-                for t in transfers
+                for t in ready.transfers
             ],
-            receivers=receivers,
-            repeated=repeated,
+            receivers=ready.receivers,
+            repeated=ready.repeated,
         )
+
+    def _make_ready(self, manifest: WeightsManifest, direct: bool, deadline: Deadline) -> Ready:
+        """In the form that this engine takes. Call it under the version's lock."""
+        run, version, keep = manifest.run, manifest.version, self._belief.places
+        if manifest.adapter is not None and self._serves(manifest.adapter, deadline):
+            base, repeated = self._stage(run, manifest.adapter.base_version, keep, deadline)
+            fetched = () if repeated else base.transfers
+            adapter, repeated = self.shelf.fill(self.store, manifest, manifest.adapter, keep, deadline)
+            return Ready(adapter.digest, adapter.name, (*fetched, *adapter.transfers), repeated=repeated)
+        self.shelf.drop(run, version)
+        if direct and (receivers := self._receivers(manifest, deadline)):
+            files = {path.name: path for path in self.staging.check(self.store, manifest, deadline)}
+            self._activator.expect(Received(manifest, vocabulary(files["config.json"])))
+            return Ready(manifest.weights_digest, receivers=receivers)
+        staged, repeated = self.staging.fill(self.store, run, version, keep, deadline)
+        return Ready(staged.digest, transfers=staged.transfers, repeated=repeated)
 
     def _stage(self, run: str, version: int, keep: set[Place], deadline: Deadline) -> tuple[Staged, bool]:
         """A whole version that another one needs. What is staged and untouched is not read again."""

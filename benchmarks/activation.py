@@ -37,7 +37,6 @@ from rich.table import Table
 from colchis.components.direct.sender import Sender
 from colchis.components.store import Store, keys, upload_input
 from colchis.components.weights import Agents, activate_all, build, prepare_all, publish, read_manifest
-from colchis.components.weights.deadline import Deadline
 from colchis.workflows.local.services import Pool, start_pool
 from colchis.workflows.local.weed import Weed
 
@@ -157,8 +156,7 @@ def publish_versions(store: Store, folder: Path) -> None:
 async def activate(pool: Pool, store: Store, version: int, sent_from: Path | None = None) -> dict[str, Any]:
     """Boundaries 3 and 4 of the first engine; what the record of the fourth proves. `sent_from`: the folder of a sender."""
     manifest = read_manifest(store, RUN, version)
-    deadline = Deadline(DEADLINE_S)
-    sender = None if sent_from is None else Sender(manifest, sent_from, backend="gloo", deadline=deadline)
+    sender = None if sent_from is None else Sender(manifest, sent_from, backend="gloo")
     async with Agents([pool.engines[0].agent_url], pool.token) as agents:
         await prepare_all(agents, manifest, direct=sender is not None, deadline_s=DEADLINE_S)
         proof = (await activate_all(agents, manifest, sender=sender, deadline_s=DEADLINE_S))[0].proof

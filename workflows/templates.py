@@ -188,6 +188,8 @@ def reload_set(shape: Shape, *, deadline_s: int = 3600) -> ContainerSet:
     )
     out_args, declared = _outputs({"version": "none"}, [report])
     sends = shape.reload_from == "trainer"
+    on_gpu = sends and shape.trainer_gpus > 0
+    memory = (shape.trainer if sends else shape.stage)["memory"]
     with ContainerSet(
         name="reload",
         labels=_labels("reload"),
@@ -196,9 +198,12 @@ def reload_set(shape: Shape, *, deadline_s: int = 3600) -> ContainerSet:
         active_deadline_seconds=deadline_s,
         volumes=[EmptyDirVolume(name="tmp")],
         volume_mounts=[m.VolumeMount(name="tmp", mount_path="/tmp")],
+        node_selector=dict(shape.node_selector) or None if on_gpu else None,
+        tolerations=[m.Toleration(**t) for t in shape.tolerations] or None if on_gpu else None,
         retry_strategy=RETRY,
     ) as reload:
         for before, boundary in zip([None, *BOUNDARIES], BOUNDARIES, strict=False):
+            gpu = {"nvidia.com/gpu": "1"} if on_gpu and boundary == "load" else {}
             ContainerNode(
                 name=boundary,
                 image=shape.trainer_image if sends else shape.stage_image,
@@ -214,8 +219,7 @@ def reload_set(shape: Shape, *, deadline_s: int = 3600) -> ContainerSet:
                 dependencies=[before] if before else None,
                 security_context=CONTAINER_SECURITY,
                 resources=m.ResourceRequirements(
-                    requests={"cpu": "50m", "memory": "256Mi"},
-                    limits={"memory": (shape.trainer if sends else shape.stage)["memory"]},
+                    requests={"cpu": "50m", "memory": "256Mi"}, limits={"memory": memory, **gpu}
                 ),
             )
     return reload

@@ -90,6 +90,7 @@ class Activator:
             return expected
         prediction = Prediction(**offer.prediction.model_dump())
         of_another = [t.name for t in expected.manifest.tensors if prediction.contradicts(t)]
+        of_another += sorted(expected.tensors ^ prediction.checksums.keys())
         if of_another:
             raise BadData(
                 f"the sender has other tensors than weights v{request.version}, first '{of_another[0]}'",
@@ -109,7 +110,7 @@ class Activator:
         if isinstance(held, Received):
             assert offer is not None
             find_sender(offer)
-            return FromSender(self._engine, held, offer, self._check_in)
+            return FromSender(self._engine, held, offer, self._staging.folder / "group", self._check_in)
         if not self._staging.unchanged(held):
             self._staging.reread(held)
         return FromDisk(self._engine, self._staging, held, self._seen_by_engine(self._staging.live), self._check_in)

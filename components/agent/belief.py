@@ -70,7 +70,10 @@ class Belief:
             "proof": served.proof.model_dump(mode="json"),
         }
         if isinstance(served.whole, Received):  # nothing of it is staged
-            received = {"manifest": served.manifest.model_dump(mode="json"), "vocabulary": served.whole.vocabulary}
+            received = {
+                "manifest": served.whole.manifest.model_dump(mode="json"),
+                "vocabulary": served.whole.vocabulary,
+            }
             record["received"] = received
         written = self._record.with_suffix(".new")
         written.write_text(json.dumps(record))

@@ -293,6 +293,7 @@ def _adapters(info: dict[str, Any]) -> dict[str, Any]:
 
 
 def _receivers(info: dict[str, Any]) -> int:
-    """SGLang receives weights where it has no replicas of its own; the embedded engine when it has a model to replace."""
-    able = info.get("receives_weights", info.get("dp_size", 1) == 1)
+    """SGLang receives weights where it has no replicas or stages of its own, the embedded engine when it has a model."""
+    single = info.get("dp_size", 1) == info.get("pp_size", 1) == 1  # stages of a pipeline would claim the same ranks
+    able = info.get("receives_weights", single)
     return int(info.get("tp_size", 1)) if able else 0

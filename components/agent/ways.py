@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from colchis.components.agent.engine import Engine
@@ -17,6 +18,7 @@ from colchis.components.weights.checksums import Prediction
 from colchis.components.weights.deadline import Deadline
 from colchis.components.weights.protocol import Offer
 
+CONNECT_S = 3.0
 LEAVE_S = 3.0
 """For an engine to leave a group, or an update that broke off: it has failed already."""
 NOT_RECEIVED = "failed to receive"
@@ -30,7 +32,9 @@ class Received:
     manifest: WeightsManifest
     vocabulary: int
     """Token ids are below this; others would end SGLang."""
-    prediction: Prediction | None = None
+    tensors: frozenset[str] = field(default=frozenset(), compare=False)
+    """Names in the engine, where its family is known: a prediction must have them all."""
+    prediction: Prediction | None = field(default=None, compare=False)
 
     @property
     def place(self) -> Place:
@@ -86,7 +90,7 @@ class FromDisk:
 def find_sender(offer: Offer) -> None:
     """PeerUnavailable when nobody waits where the offer says."""
     try:
-        socket.create_connection((offer.host, offer.port), LEAVE_S).close()
+        socket.create_connection((offer.host, offer.port), CONNECT_S).close()
     except OSError as e:
         raise PeerUnavailable(
             f"nobody waits with weights any more ({e.strerror or e})",
@@ -102,12 +106,16 @@ class FromSender:
     engine: Engine
     held: Received
     offer: Offer
+    mark: Path
+    """Names the group while the engine may be in it: an agent that dies there leaves it to the next one."""
     check_in: Callable[[], None]
 
     def bring(self, label: str, deadline: Deadline) -> bool:
         """PeerUnavailable when the sender is gone; the engine may hold a part of the version then."""
         dirty = False
         find_sender(self.offer)  # once more, for SGLang asks half an hour for a sender that it does not find
+        self._leave_what_was_left()
+        self.mark.write_text(self.offer.group)
         try:
             self.engine.join(self.offer, deadline.left_s())
             self.engine.begin_update(deadline.left_s())
@@ -124,7 +132,16 @@ class FromSender:
         finally:
             with suppress(ColchisError):
                 self.engine.leave(self.offer.group, LEAVE_S)
+            self.mark.unlink(missing_ok=True)
         return dirty
+
+    def _leave_what_was_left(self) -> None:
+        """By an agent that died in an update: engines refuse a second one while the first is open."""
+        if self.mark.exists():
+            with suppress(ColchisError):
+                self.engine.end_update(LEAVE_S)
+            with suppress(ColchisError):
+                self.engine.leave(self.mark.read_text(), LEAVE_S)
 
     def digest_after(self) -> None:
         return None

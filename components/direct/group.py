@@ -36,20 +36,23 @@ class Rendezvous:
         self.host, self.ranks = host, ranks
         self._timeout = timedelta(seconds=timeout_s)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.create_server((host, 0), family=family) as listener:
-            self.port: int = listener.getsockname()[1]
-            self._store = TCPStore(
-                host,
-                self.port,
-                ranks,
-                is_master=True,
-                timeout=self._timeout,
-                wait_for_workers=False,
-                master_listen_fd=listener.detach(),
-            )
+        try:
+            with socket.create_server((host, 0), family=family) as listener:
+                self.port: int = listener.getsockname()[1]
+                self._store = TCPStore(
+                    host,
+                    self.port,
+                    ranks,
+                    is_master=True,
+                    timeout=self._timeout,
+                    wait_for_workers=False,
+                    master_listen_fd=listener.detach(),
+                )
+        except (OSError, RuntimeError) as e:
+            raise PeerUnavailable(f"nobody can be waited for at {host}: {e}") from e
 
     def meet(self, name: str, backend: BackendName) -> Group:
-        """Wait for the other ranks. PeerUnavailable when one does not come in time, or `abandon` was called."""
+        """Wait for the other ranks. PeerUnavailable when one does not come in time."""
         return Group(self._store, 0, self.ranks, name, backend, self._timeout)
 
 
@@ -59,8 +62,8 @@ class Group:
     def __init__(
         self, store: Store, rank: int, ranks: int, name: str, backend: BackendName, timeout: timedelta
     ) -> None:
-        if isinstance(store, TCPStore) and _is_loopback(store.host):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo listens where the host's name leads
+        if isinstance(store, TCPStore) and is_loopback(store.host):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # for good; else gloo listens where the host's name leads
         prefixed: Any = PrefixStore(name, store)  # twice, for the helper does it too: as SGLang's rank
         make: Any = _new_process_group_helper
         try:
@@ -102,7 +105,8 @@ class Group:
         self.close()
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether an address is reached from its own machine alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

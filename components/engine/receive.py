@@ -22,7 +22,8 @@ from colchis.components.engine.service import Body, Engine
 from colchis.components.engine.weights import Assembly
 from colchis.components.errors import BadData, PeerUnavailable
 
-JOIN_TIMEOUT_S = 300.0
+GROUP_TIMEOUT_S = 60.0
+"""For a group to come together, and for each broadcast."""
 SOURCE = "the open weight update"
 
 
@@ -44,14 +45,15 @@ class Selector(Body):
 
 
 class UpdateFromDistributed(Body):
-    """`torch_empty_cache` changes nothing here."""
+    """`torch_empty_cache` changes nothing here: weights are swapped when the update ends. Aborting what runs is a matter of the
+    pause, and refused here."""
 
     names: list[str] = Field(min_length=1)
     dtypes: list[str]
     shapes: list[list[int]]
     group_name: str = "weight_update_group"
     flush_cache: bool = True
-    abort_all_requests: bool = False
+    abort_all_requests: Literal[False] = False
     weight_version: str | int | None = None
     load_format: Literal["flattened_bucket"] | None = None
     selector: Literal["all", "target"] = "all"
@@ -93,15 +95,15 @@ class Receiver:
             ranks=body.world_size,
             name=body.group_name,
             backend=body.backend,
-            timeout_s=JOIN_TIMEOUT_S,
+            timeout_s=GROUP_TIMEOUT_S,
         )
         return "Succeeded to initialize custom process group."
 
-    def leave(self, name: str) -> str:
+    async def leave(self, name: str) -> str:
         group = self._groups.pop(name, None)
         if group is None:
             raise BadData("The group to be destroyed does not exist.", where=name)
-        group.close()
+        await asyncio.to_thread(group.close)  # waits for a broadcast under way
         return "Succeeded to destroy custom process group."
 
     def begin(self) -> str:
@@ -184,7 +186,7 @@ def add_routes(app: FastAPI, engine: Engine) -> None:
 
     @app.post("/destroy_weights_update_group")
     async def leave(body: DestroyGroup) -> dict[str, Any]:
-        return done(receiver.leave(body.group_name))
+        return done(await receiver.leave(body.group_name))
 
     @app.post("/begin_weight_update")
     async def begin(body: Selector | None = None) -> dict[str, Any]:

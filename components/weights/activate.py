@@ -211,9 +211,9 @@ def verify_published(store: Store, run: str, version: int) -> BoundaryRecord:
 
 
 class Sends(Protocol):
-    """Who has the version in memory, for engines that receive it (`components/direct/sender.py`)."""
+    """Who has a copy of the version, for engines that receive it (`components/direct/sender.py`)."""
 
-    def offer(self, receivers: int, *, towards: str) -> Offer:
+    def offer(self, receivers: int, *, towards: str, timeout_s: float) -> Offer:
         """Wait for an engine of that many ranks, whose agent has that URL."""
         ...
 
@@ -265,14 +265,16 @@ async def activate_all(
     all engines must report the same. `sender` has the version for the engines that said that they receive it."""
 
     async def activate(agent: AgentClient, left_s: float) -> dict[str, Any]:
+        deadline = Deadline(left_s)
         receivers = (await _prepare(agent, manifest, True, left_s)).receivers if sender else 0
+        left_s = max(0.1, deadline.left_s())
         answer = await agent.activate(
             Activate(
                 run=manifest.run,
                 version=manifest.version,
                 kind=manifest.kind,
                 pause=pause,
-                offer=sender.offer(receivers, towards=agent.url) if sender and receivers else None,
+                offer=sender.offer(receivers, towards=agent.url, timeout_s=left_s) if sender and receivers else None,
                 deadline_s=left_s,
             )
         )

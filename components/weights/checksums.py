@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,11 @@ class Prediction:
         """Whether this was computed from another tensor of that name. One that is stacked cannot be told."""
         expected = self.checksums.get(tensor.name)
         return expected is not None and expected != tensor.sha256[:DIGITS]
+
+
+def engine_tensors(names: Sequence[str], config: Mapping[str, Any]) -> frozenset[str]:
+    """What an engine calls the tensors of a checkpoint: stacked ones share a name, a tied head has none."""
+    return frozenset(fused([name for name in names if name != HEAD or not is_tied(config)]))
 
 
 def predict(folder: Path, verified: Mapping[str, str] | None = None) -> Prediction | None:

@@ -112,7 +112,8 @@ class Prepared(Message):
 
     version: int
     weights_digest: str
-    """Of the staged copy, read back from the disk: the version's, or its adapter's where the engine serves that."""
+    """Of the staged copy, read back from the disk: the version's, or its adapter's where the engine serves that. Where a sender
+    has the copy, the manifest's."""
     adapter: str | None = None
     """Name of the adapter, where that was staged."""
     bytes: int
@@ -156,7 +157,7 @@ class Predicted(Message):
 
 
 class Offer(Message):
-    """Where a sender waits for one engine, with a version in its memory."""
+    """Where a sender waits for one engine, with a copy of a version."""
 
     host: str = Field(min_length=1)
     port: int = Field(ge=1, le=65535)

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 from colchis.components.records.weights import WeightsManifest
-from colchis.components.weights.deadline import Deadline
 from colchis.components.weights.protocol import Offer
 from tests.agent.conftest import DEADLINE_S
 
@@ -38,10 +37,9 @@ def main(manifest: str, folder: str, towards: str, bucket_bytes: str) -> None:
         WeightsManifest.from_bytes(Path(manifest).read_bytes(), manifest),
         Path(folder),
         backend="gloo",
-        deadline=Deadline(DEADLINE_S),
         bucket_bytes=int(bucket_bytes),
     )
-    print(sender.offer(1, towards=towards).model_dump_json(), flush=True)
+    print(sender.offer(1, towards=towards, timeout_s=DEADLINE_S).model_dump_json(), flush=True)
     sys.stdin.read()
 
 

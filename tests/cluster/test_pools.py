@@ -48,9 +48,9 @@ def test_two_runs_at_once_and_a_third_that_is_refused(
     """Fault: runs that mix their engines or wait for each other; a third that pushes its weights into a pool in use."""
     east = submit(config, "east")
     cluster.pod_of(east, "rollout", deadline_s=DEADLINE_S)
-    west, third = submit(config, "west", "--pool", other), submit(config, "third")
+    west, third = submit(config, "west", "--pool", other), submit(config, "intruder")
     ended(cluster, third, phase="Failed")
-    assert "held by 'run east', wanted by 'run third'" in cluster.logs(third)
+    assert "held by 'run east', wanted by 'run intruder'" in cluster.logs(third)
     for workflow in (east, west):
         ended(cluster, workflow)
     assert digests_of(store, "east") == digests_of(store, "west") == calm

@@ -3,6 +3,7 @@ when the sender does not do its part."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,10 +13,12 @@ import pytest
 
 from colchis.components.agent.activation import unproven
 from colchis.components.errors import BadData, PeerUnavailable
+from colchis.components.weights.header import read_header
 from colchis.components.weights.protocol import Activate, Activated, EngineState, Offer, Prepare, Prepared
 from colchis.components.weights.publish import read_manifest
 from tests.agent.conftest import DEADLINE_S
 from tests.agent.sending import SenderProcess
+from tests.agent.test_faults import eventually
 from tests.contract.conftest import EMBEDDED, Flight
 from tests.contract.replica import Replica, holding, scaled, tensors_of
 from tests.contract.test_reload import CLOSE
@@ -124,18 +127,47 @@ def test_a_sender_is_killed_between_two_buckets(replica: Replica, tmp_path: Path
 
 
 def test_the_store_repairs_what_a_sender_broke(replica: Replica, tmp_path: Path) -> None:
-    """Fault: a fast path that only a fast path can repair."""
+    """Fault: a fast path that only a fast path can repair; a copy that changed after it was verified."""
+    copy = tmp_path / "copy"
+    shutil.copytree(replica.versions.folders[1], copy)
+    prepare_direct(replica, 1)
+    with sending(replica, 1, tmp_path, copy) as sender:
+        file = copy / "model.safetensors"
+        last = max(read_header(file), key=lambda span: span.name)  # of the buckets, too
+        with file.open("r+b") as opened:
+            opened.seek(last.start)
+            opened.write(b"\x00\x00\x80\x3f")
+        with pytest.raises(PeerUnavailable, match=r"(?i)failed to receive"):
+            receive(replica, 1, sender.offer)
+    assert not replica.agent.status().ready
+    assert not replica.holds(1)
+    assert replica.holds(0) == (replica.kind == EMBEDDED)
+    assert replica.label == ("0" if replica.kind == EMBEDDED else unproven(1))
+    proof = replica.agent.bring(1)
+    assert (proof.direct, proof.checksums_equal) == (False, True)
+    replica.serves(1)
+
+
+def test_the_agent_is_killed_while_its_engine_receives(replica: Replica, tmp_path: Path) -> None:
+    """Fault: an update that stays open for ever, so that every later one is refused."""
     prepare_direct(replica, 1)
     with sending(replica, 1, tmp_path) as sender, ThreadPoolExecutor(1) as pool:
         with holding(replica.engine_proxy, "POST", "/end_weight_update") as hold:
             activation = pool.submit(receive, replica, 1, sender.offer)
             hold.wait()
-            replica.engine.client.post("/end_weight_update", json={})  # by somebody else: the agent's is refused
-        with pytest.raises(BadData, match="session"):
-            activation.result()
-    proof = replica.agent.bring(1)
-    assert (proof.direct, proof.checksums_equal) == (False, True)
+            replica.agent.kill()
+            with pytest.raises(PeerUnavailable):
+                activation.result()
+        hold.wait_until_over()
+    eventually(lambda: not replica.paused, "the engine continues")
+    assert replica.label == unproven(1)
+    replica.agent.start()
+    for _ in range(2):  # the second finds nothing that was left
+        prepare_direct(replica, 1)
+        with sending(replica, 1, tmp_path) as another:
+            assert receive(replica, 1, another.offer).direct
     replica.serves(1)
+    assert not (replica.agent.staging / "group").exists()
 
 
 def test_a_sender_of_another_version_is_refused(replica: Replica, tmp_path: Path) -> None:
@@ -149,11 +181,24 @@ def test_a_sender_of_another_version_is_refused(replica: Replica, tmp_path: Path
     replica.serves(0)
 
 
-def test_a_copy_that_changed_under_its_sender_is_not_served(replica: Replica, tmp_path: Path) -> None:
-    """Fault: what is sent is not what was verified."""
-    other = scaled(replica, 1.5, tmp_path / "other")
+def test_a_sender_that_does_not_say_all_is_refused(replica: Replica, tmp_path: Path) -> None:
+    """Fault: checksums that are equal as far as there are any."""
     prepare_direct(replica, 1)
-    with sending(replica, 1, tmp_path, other) as sender, sending(replica, 1, tmp_path) as honest:
+    with sending(replica, 1, tmp_path) as sender:
+        assert sender.offer.prediction is not None
+        checksums = dict(sender.offer.prediction.checksums)
+        del checksums["model.norm.weight"]
+        prediction = sender.offer.prediction.model_copy(update={"checksums": checksums})
+        with pytest.raises(BadData, match=r"other tensors than weights v1, first 'model\.norm\.weight'"):
+            receive(replica, 1, sender.offer.model_copy(update={"prediction": prediction}))
+    replica.serves(0)
+
+
+def test_tensors_of_somebody_else_are_not_believed(replica: Replica, tmp_path: Path) -> None:
+    """Fault: what arrives is not what the sender said."""
+    replica.versions.publish(2, scaled(replica, 1.5, tmp_path / "other"))
+    prepare_direct(replica, 1)
+    with sending(replica, 2, tmp_path) as sender, sending(replica, 1, tmp_path) as honest:
         claims = sender.offer.model_copy(update={"prediction": honest.offer.prediction})
         with pytest.raises(BadData, match="not those of weights v1"):
             receive(replica, 1, claims)

@@ -51,3 +51,12 @@ def test_versions_are_sent_to_two_engines(project: Project) -> None:
     assert again.returncode == 0, again.stdout + again.stderr
     fetched = json.loads(project.colchis("status", "s", "--json").stdout)["summaries"]
     assert [s["weights_digest"] for s in fetched] == digests
+
+
+def test_nccl_without_a_gpu_is_refused_before_anything_pauses(project: Project) -> None:
+    """Fault: engines that wait, paused, for a sender that cannot send."""
+    project.environment["CUDA_VISIBLE_DEVICES"] = ""
+    done = project.run("--engines", "1", "--set", "reload.transfer=nccl")
+    assert done.returncode == 78, done.stdout + done.stderr
+    assert "the reload has no GPU to send from" in done.stdout + done.stderr
+    assert Boundary.LOAD not in boundaries(project, 1)

@@ -58,6 +58,13 @@ def test_a_reload_that_sends_has_the_image_that_can() -> None:
         (text,) = render.render([Shape("x", reload_from=word)]).values()  # type: ignore[arg-type]
         (reload,) = [t for t in yaml.safe_load(text)["spec"]["templates"] if "containerSet" in t]
         assert {c["image"].split(":")[0] for c in reload["containerSet"]["containers"]} == {image}
+        assert "nvidia.com/gpu" not in text
+    gpu = Shape("x", reload_from="trainer", trainer_gpus=8, node_selector={"gpu": "yes"})
+    (text,) = render.render([gpu]).values()
+    (reload,) = [t for t in yaml.safe_load(text)["spec"]["templates"] if "containerSet" in t]
+    asked = {c["name"]: c["resources"]["limits"].get("nvidia.com/gpu") for c in reload["containerSet"]["containers"]}
+    assert asked == {"store": None, "transfer": None, "buffer": None, "load": "1", "main": None}
+    assert reload["nodeSelector"] == {"gpu": "yes"}
     with pytest.raises(BadConfig, match="reload_from is 'triner', expected stage or trainer"):
         Shape("x", reload_from="triner")  # type: ignore[arg-type]
 

@@ -23,6 +23,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads than free cores co
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a model path that is missing must not be looked up in the hub
 os.environ.setdefault("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "0")  # a generating probe hangs while paused
 
+if "127.0.0.1" in sys.argv:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # its process groups listen where its routes do
+
 import torch
 
 CPU_ARGUMENTS = [

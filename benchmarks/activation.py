@@ -50,14 +50,15 @@ import sys, torch
 from pathlib import Path
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 folder, fields = Path(sys.argv[1]), __import__("json").loads(sys.argv[2])
 for version in (0, 1):
     torch.manual_seed(version)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
     model.save_pretrained(folder / f"v{version}")
     words = {f"w{number}": number for number in range(100)}  # SGLang does not start without a tokenizer
-    Tokenizer(WordLevel(words, unk_token="w0")).save(str(folder / f"v{version}" / "tokenizer.json"))
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder / f"v{version}")
 print(sum(p.numel() for p in model.parameters()))
 """
 SIZES: dict[str, dict[str, Any]] = {

@@ -38,7 +38,7 @@ def launch_command(
     return [
         *(str(python), "-P", str(LAUNCHER), "--host", "127.0.0.1", "--port", str(port)),
         *("--model-path", str(model), "--dtype", dtype, "--weight-version", weight_version),
-        *("--mem-fraction-static", "0.1", "--max-total-tokens", str(total_tokens)),
+        *("--mem-fraction-static", "0.5", "--max-total-tokens", str(total_tokens)),  # the second is what bounds it
         *("--max-running-requests", str(running_requests), "--enable-metrics", *more),
     ]
 

@@ -156,8 +156,9 @@ class Engine:
         """All weights were received."""
         self._order("/end_weight_update", {}, timeout_s)
 
-    def receive(self, bucket: Bucket, group: str, label: str, timeout_s: float) -> bool:
-        """Take part in one broadcast of an open update, and load what came. True: loaded, but the cache was not flushed."""
+    def receive(self, bucket: Bucket, group: str, label: str, *, flush: bool, timeout_s: float) -> bool:
+        """Take part in one broadcast of an open update, and load what came. True: loaded, but the cache was not flushed, which
+        was asked for."""
         order = {
             "names": [t.name for t in bucket.tensors],
             "dtypes": [TORCH_NAMES[t.dtype] for t in bucket.tensors],
@@ -165,7 +166,7 @@ class Engine:
             "group_name": group,
             "load_format": "flattened_bucket",
             "weight_version": label,
-            "flush_cache": True,
+            "flush_cache": flush,
             "abort_all_requests": False,
         }
         return self._loads("/update_weights_from_distributed", order, timeout_s)

@@ -119,9 +119,11 @@ class FromSender:
         try:
             self.engine.join(self.offer, deadline.left_s())
             self.engine.begin_update(deadline.left_s())
-            for bucket in cut(self.held.manifest.tensors, self.offer.bucket_bytes):
+            buckets = cut(self.held.manifest.tensors, self.offer.bucket_bytes)
+            for bucket in buckets:
                 self.check_in()
-                dirty |= self.engine.receive(bucket, self.offer.group, label, deadline.left_s())
+                last = bucket is buckets[-1]  # one flush does for all
+                dirty = self.engine.receive(bucket, self.offer.group, label, flush=last, timeout_s=deadline.left_s())
             self.engine.end_update(deadline.left_s())
         except ColchisError as error:
             with suppress(ColchisError):  # else the next update would find this one open
@@ -130,18 +132,22 @@ class FromSender:
                 raise PeerUnavailable(error.what, where=error.where, hint="the sender ended; activate again") from error
             raise
         finally:
-            with suppress(ColchisError):
-                self.engine.leave(self.offer.group, LEAVE_S)
-            self.mark.unlink(missing_ok=True)
+            self._leave(self.offer.group)
         return dirty
 
     def _leave_what_was_left(self) -> None:
-        """By an agent that died in an update: engines refuse a second one while the first is open."""
+        """By an update that nobody ended: engines refuse a second one while the first is open."""
         if self.mark.exists():
             with suppress(ColchisError):
                 self.engine.end_update(LEAVE_S)
-            with suppress(ColchisError):
-                self.engine.leave(self.mark.read_text(), LEAVE_S)
+            self._leave(self.mark.read_text())
+
+    def _leave(self, group: str) -> None:
+        """The mark stays while the engine may be in the group, for the next update to try again."""
+        with suppress(PeerUnavailable):
+            with suppress(BadData):  # it is not in that group
+                self.engine.leave(group, LEAVE_S)
+            self.mark.unlink(missing_ok=True)
 
     def digest_after(self) -> None:
         return None

@@ -10,6 +10,8 @@ from pydantic import Field
 from colchis.components.records.run import now
 from colchis.components.store import Record
 
+Proof = dict[str, Any]
+
 
 class Boundary(IntEnum):
     """The five places where new weights can stop being the trainer's weights without anybody noticing."""
@@ -44,8 +46,33 @@ class BoundaryRecord(Record):
     ok: bool
     started_at: str = Field(default_factory=now)
     seconds: float = Field(ge=0)
-    proof: dict[str, Any] = Field(default_factory=dict)
+    proof: Proof = Field(default_factory=dict)
     """The numbers; which ones depends on the boundary (docs/architecture.md)."""
+
+    @classmethod
+    def passed(
+        cls,
+        boundary: Boundary,
+        run: str,
+        version: int,
+        *,
+        engine: str | None,
+        started_at: str,
+        seconds: float,
+        proof: Proof,
+    ) -> BoundaryRecord:
+        """What was proven by an engine, or by the store or a sender (None)."""
+        return cls(
+            boundary=boundary,
+            name=boundary.name.lower(),
+            engine=engine,
+            run=run,
+            version=version,
+            ok=True,
+            started_at=started_at,
+            seconds=seconds,
+            proof=proof,
+        )
 
     @property
     def at(self) -> str:

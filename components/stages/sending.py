@@ -95,13 +95,11 @@ def _proven(boundary: Boundary, manifest: WeightsManifest, work: Callable[[], di
     except ColchisError as error:
         what = f"{boundary.label}: the sender's copy of weights v{manifest.version}: {error.what}"
         raise type(error)(what, where=error.where, hint=error.hint) from error
-    return BoundaryRecord(
-        boundary=boundary,
-        name=boundary.name.lower(),
+    return BoundaryRecord.passed(
+        boundary,
+        manifest.run,
+        manifest.version,
         engine=None,
-        run=manifest.run,
-        version=manifest.version,
-        ok=True,
         started_at=started_at,
         seconds=time.monotonic() - started,
         proof=proof,

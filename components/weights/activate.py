@@ -188,13 +188,11 @@ def verify_published(store: Store, run: str, version: int) -> BoundaryRecord:
         except BadData as e:
             raise BadData(f"{Boundary.STORE.label}: {e.what}", where=e.where, hint=e.hint) from e
     delta = manifest.delta.payload if manifest.delta else None
-    return BoundaryRecord(
-        boundary=Boundary.STORE,
-        name="store",
+    return BoundaryRecord.passed(
+        Boundary.STORE,
+        run,
+        version,
         engine=None,
-        run=run,
-        version=version,
-        ok=True,
         started_at=started_at,
         seconds=time.monotonic() - started,
         proof={
@@ -381,13 +379,11 @@ async def _everywhere(
     async def at(agent: AgentClient) -> BoundaryRecord:
         started_at, started = now(), time.monotonic()
         proof = await _patiently(lambda left_s: work(agent, left_s), deadline)
-        return BoundaryRecord(
-            boundary=boundary,
-            name=boundary.name.lower(),
+        return BoundaryRecord.passed(
+            boundary,
+            manifest.run,
+            manifest.version,
             engine=agent.engine_id,
-            run=manifest.run,
-            version=manifest.version,
-            ok=True,
             started_at=started_at,
             seconds=time.monotonic() - started,
             proof=proof,

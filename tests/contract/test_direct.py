@@ -152,7 +152,7 @@ def test_the_agent_is_killed_while_its_engine_receives(replica: Replica, tmp_pat
     """Fault: an update that stays open for ever, so that every later one is refused."""
     prepare_direct(replica, 1)
     with sending(replica, 1, tmp_path) as sender, ThreadPoolExecutor(1) as pool:
-        with holding(replica.engine_proxy, "POST", "/end_weight_update") as hold:
+        with holding(replica.engine_proxy, "POST", RECEIVE) as hold:
             activation = pool.submit(receive, replica, 1, sender.offer)
             hold.wait()
             replica.agent.kill()

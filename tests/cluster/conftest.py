@@ -26,6 +26,22 @@ SMALL = (
 )
 
 
+FIGURES = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture
+def figure(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """figure(line): something measured, printed after all tests. It is for docs/performance.md, and never asserted."""
+    return lambda line: request.config.stash.setdefault(FIGURES, []).append(f"{request.node.name}: {line}")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if lines := config.stash.get(FIGURES, []):
+        terminalreporter.section("figures")
+        for line in lines:
+            terminalreporter.write_line(line)
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Cluster:
     if not os.environ.get("COLCHIS_TEST_CLUSTER"):

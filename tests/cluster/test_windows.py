@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from colchis.components.store import Store
 from tests.cluster.client import GROUP, Cluster
 from tests.cluster.runs import DEADLINE_S, argo, digests_of, ended, submit
+from tests.cluster.sizes import Sampler, collected, first_and_last, iteration_seconds
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800), pytest.mark.usefixtures("strict", "small_pool", "alone")]
 
@@ -72,13 +74,27 @@ def test_six_iterations_over_three_workflows(config: Path, calm: list[str], clus
 
 @pytest.mark.slow
 @pytest.mark.timeout(SIXTY_S)
-def test_sixty_iterations(config: Path, cluster: Cluster, store: Store) -> None:
-    """Fault: iterations that cost more the longer a run is, and Workflows that grow with it."""
+def test_sixty_iterations(config: Path, cluster: Cluster, store: Store, figure: Callable[[str], None]) -> None:
+    """Fault: iterations that cost more the longer a run is, Workflows that grow with it, run data that ends with them."""
     slow = ("--set", "trainer.learning_rate=1e-6", "--set", "loop.max_empty=60")  # else it has learned all by the tenth
-    first = submit(config, "long", "--set", "loop.iterations=60", "--set", "loop.window=20", *slow)
-    found = follow(cluster, "long", first, range(20, 60, 20), deadline_s=SIXTY_S / 2)
+    with Sampler() as sampler:
+        first = submit(config, "long", "--set", "loop.iterations=60", "--set", "loop.window=20", *slow)
+        found = follow(cluster, "long", first, range(20, 60, 20), deadline_s=SIXTY_S / 2)
     sizes = [bytes_of(w) for w in found]
+    figure(first_and_last(iteration_seconds(found)))
+    figure(
+        f"{max(len(w['status']['nodes']) for w in found)} nodes and {max(sizes) / 1e3:.0f} kB in the largest Workflow"
+    )
     assert len(found) == 3
     assert max(sizes) < LARGEST_BYTES
     assert max(sizes) < 1.1 * min(sizes), "each window holds as many nodes as the others"
-    digests_of(store, "long", 60)
+    digests = digests_of(store, "long", 60)
+
+    for w in found:
+        cluster.delete("workflows", w["metadata"]["name"])
+    assert digests_of(store, "long", 60) == digests, "the data of a run outlives its Workflows"
+    if readings := sampler.readings:
+        figure(f"at first: {readings[0]}")
+        figure(f"controller at most {max(reading.controller for reading in readings) / 1e6:.0f} MB")
+        figure(f"at the end: {readings[-1]}")
+        figure(f"once the Workflows are deleted and etcd is compacted: {collected(readings[-1])}")

@@ -19,8 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 PIDS = Path("/run/colchis/pids")
 ETCD = "http://127.0.0.1:2379/metrics"
 EVERY_S = 5.0
-COMPACTED_S = 900.0
-"""Longest wait for etcd to forget what was deleted: the API server has it compacted every five minutes."""
+COMPACTED_S = 1200.0
+"""Longest wait for etcd to forget what was deleted: every five minutes the API server has it forget what is older than that."""
 MB = 1e6
 
 
@@ -40,10 +40,13 @@ class Reading(NamedTuple):
 def read() -> Reading:
     status = Path(f"/proc/{(PIDS / 'argo').read_text().strip()}/status").read_text()
     resident = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
-    families = text_string_to_metric_families(httpx.get(ETCD, timeout=10).text)
-    sizes = {sample.name: sample.value for family in families for sample in family.samples}
-    total = "etcd_mvcc_db_total_size"
+    sizes, total = _etcd(), "etcd_mvcc_db_total_size"
     return Reading(1024.0 * resident, sizes[f"{total}_in_bytes"], sizes[f"{total}_in_use_in_bytes"])
+
+
+def _etcd() -> dict[str, float]:
+    families = text_string_to_metric_families(httpx.get(ETCD, timeout=10).text)
+    return {sample.name: sample.value for family in families for sample in family.samples}
 
 
 class Sampler:
@@ -76,12 +79,14 @@ class Sampler:
                 continue
 
 
-def collected(before: Reading) -> Reading:
-    """When etcd holds less than `before`, or when that does not happen in time."""
-    end = time.monotonic() + COMPACTED_S
-    while (now := read()).etcd_in_use >= before.etcd_in_use and time.monotonic() < end:
+def collected() -> Reading:
+    """When etcd has forgotten all that is deleted by now. TimeoutError when that takes too long."""
+    now, end = _etcd()["etcd_debugging_mvcc_current_revision"], time.monotonic() + COMPACTED_S
+    while _etcd()["etcd_debugging_mvcc_compact_revision"] < now:
+        if time.monotonic() > end:
+            raise TimeoutError(f"etcd was not compacted within {COMPACTED_S:g} s")
         time.sleep(EVERY_S)
-    return now
+    return read()
 
 
 def iteration_seconds(workflows: list[dict[str, Any]]) -> list[float]:

@@ -5,7 +5,8 @@ second is idle and only told to load the same weights. Turns alternate, medians 
 
 `bare`: seconds of /update_weights_from_disk. `agent`: the pause as the boundary record reports it. `observer`: the longest
 answer that a client of the first engine, one token a request, got while it was activated, less its usual answer. The pause
-holds more than the load: the order to pause, the flush, the engine's checksums of all its tensors, and three labels.
+holds more than the load: the order to pause, the flush and two labels. The client also waits for parts of the proof, which is
+made when the engine serves again; `proof` is how long that takes.
 `direct`: the pause when a sender broadcasts the same weights into the engine (`reload.transfer: gloo`), here over loopback.
 
 Examples: python benchmarks/activation.py --repeats 7 --json activation.json
@@ -96,6 +97,7 @@ class Result:
     load_s: float
     """The agent's own load, inside its pause."""
     direct_s: float
+    proof_s: float
 
     @property
     def target_s(self) -> float:
@@ -179,7 +181,7 @@ def measure(kind: str, size: str, store: Store, folder: Path, repeats: int) -> R
     )
     publish_versions(store, folder / "models")
     environment = store.settings.to_environment()
-    bare, paused, observed, loads, direct = (list[float]() for _ in range(5))
+    bare, paused, observed, loads, direct, proofs = (list[float]() for _ in range(6))
     with (
         start_pool(
             "bench",
@@ -202,11 +204,12 @@ def measure(kind: str, size: str, store: Store, folder: Path, repeats: int) -> R
                 proof = asyncio.run(activate(pool, store, version))
             paused.append(proof["pause_s"])
             loads.append(proof["load_s"])
+            proofs.append(proof["proof_s"])
             observed.append(observer.pause_s())
             other = 1 - version
             sent = asyncio.run(activate(pool, store, 2 + other, folder / "models" / f"v{other}"))
             direct.append(sent["pause_s"])
-    medians = [statistics.median(values) for values in (bare, paused, observed, loads, direct)]
+    medians = [statistics.median(values) for values in (bare, paused, observed, loads, direct, proofs)]
     return Result(size, int(made.stdout.split()[-1]), *medians)
 
 
@@ -230,12 +233,13 @@ def main(kind: str, sizes: tuple[str, ...], repeats: int, json_path: Path | None
         "observer s",
         "load s",
         "direct s",
+        "proof s",
         "target s",
         "met",
     ):
         table.add_column(column, justify="left" if column == "size" else "right")
     for r in results:
-        seconds = (r.bare_s, r.agent_s, r.observer_s, r.load_s, r.direct_s, r.target_s)
+        seconds = (r.bare_s, r.agent_s, r.observer_s, r.load_s, r.direct_s, r.proof_s, r.target_s)
         met = "yes" if r.agent_s <= r.target_s else "no"
         table.add_row(r.size, f"{r.parameters / 1e6:.2f} M", *(f"{s:.3f}" for s in seconds), met)
     Console().print(table)

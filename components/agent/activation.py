@@ -1,8 +1,9 @@
-"""One activation, top to bottom: pause, load, prove, name, continue.
+"""One activation, top to bottom: pause, load, continue, prove, name.
 
-The label of the engine (weight_version) is what every sampled token is believed by. So it never names a version that is
-not proven: while the weights change it says `unproven-N`, and it gets the number only when the engine's own checksums
-have been compared. Whatever dies in between leaves a label that no client accepts.
+The label of the engine (weight_version) is what every sampled token is believed by (`components/weights/labels.py`). So it
+never names a version that is not proven: while the weights change it says `unproven-N`; from the load on it has a mark of this
+very load, under which the engine serves again; and it gets the number only when its own checksums have been compared. Who has
+tokens under the mark asks the agent what it proved. Whatever dies in between leaves a label that no client accepts.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
 from colchis.components.agent.engine import Engine, EngineChecksums, EngineFacts, PauseMode
+from colchis.components.agent.hashing import Hashing
 from colchis.components.agent.pause import PauseLease
 from colchis.components.agent.shelf import StagedAdapter
 from colchis.components.agent.staging import Staged, Staging
@@ -24,6 +25,7 @@ from colchis.components.errors import BadData, ColchisError, PeerUnavailable
 from colchis.components.records.weights import WeightsManifest
 from colchis.components.weights.checksums import Prediction
 from colchis.components.weights.deadline import Deadline
+from colchis.components.weights.labels import loaded, unproven
 from colchis.components.weights.protocol import Activate, Activated
 
 CANARY_TOKENS = 16
@@ -31,11 +33,6 @@ CANARY_TIMEOUT_S = 10.0
 CANARY_KEY = "colchis-canary"
 """SGLang keeps caches of different extra_keys apart: no real prompt can share a prefix with the canary."""
 CONTINUE_GRACE_S = 5.0
-
-
-def unproven(version: int) -> str:
-    """The label while weights of a version are being loaded."""
-    return f"unproven-{version}"
 
 
 @dataclass(frozen=True)
@@ -87,13 +84,23 @@ class Before:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The engine after the load, proven."""
+    """The engine after the pause."""
+
+    mark: str
+    """Its label from now on, until it is proven."""
+    dirty: bool
+    load_s: float
+    pause_s: float
+
+
+@dataclass(frozen=True)
+class Proven:
+    """What the engine was found to hold."""
 
     checksums: EngineChecksums
     changed: bool | None
-    label: str
-    dirty: bool
-    seconds: float
+    cached_tokens: int | None
+    """Of the canary."""
 
 
 class ActivationFailed(Exception):
@@ -120,6 +127,7 @@ class Activation:
     ) -> None:
         self.engine, self.staging, self.lease = engine, staging, lease
         self.check_in = check_in
+        self._hashing = Hashing(engine, check_in)
 
     def run(
         self, way: Way, request: Activate, facts: EngineFacts, previous: Served | None, deadline: Deadline
@@ -132,88 +140,96 @@ class Activation:
         digest_before = held.digest
         before = self._look(held, facts, previous, deadline)
         prediction = held.prediction if _predictable(before.facts, held) else None
-
-        self.lease.take(deadline.left_s() + CONTINUE_GRACE_S)
-        paused_at = time.monotonic()
         try:
-            loaded = self._load_and_prove(way, request.pause, before, previous, prediction, deadline)
-        except ColchisError as error:
-            raise ActivationFailed(error, self._kept(before, previous)) from error
-        finally:
-            self._continue()
-        pause_s = time.monotonic() - paused_at
-
-        try:
-            cached_after = self._ask_canary(before.canary, deadline)
-            if cached_after:
-                raise BadData(
-                    f"{cached_after} tokens of a prompt were still cached after the flush: keys and values of the "
-                    "weights before",
-                    where=self.engine.url,
-                    hint="activate the version again",
-                )
+            loaded = self._load(way, request.pause, before, previous, deadline)
+            began = time.monotonic()
+            proven = self._prove(held, loaded.mark, before, previous, prediction, deadline)
+            proof_s = time.monotonic() - began
             digest_after = way.digest_after()
         except ColchisError as error:
-            with suppress(ColchisError):  # an engine that cannot be told is not ready either way
-                self.engine.set_label(unproven(manifest.version), CONTINUE_GRACE_S)
-            raise ActivationFailed(error, None) from error
+            raise ActivationFailed(error, self._kept(before, previous, manifest.version)) from error
         proof = Activated(
             version=manifest.version,
             previous=previous.manifest.version if previous else None,
             weights_digest=manifest.weights_digest,
-            pause_s=pause_s,
-            load_s=loaded.seconds,
+            pause_s=loaded.pause_s,
+            load_s=loaded.load_s,
+            proof_s=proof_s,
+            mark=loaded.mark,
             predicted=prediction is not None,
             checksums_equal=True if prediction else None,
-            checksums=len(loaded.checksums.tensors),
-            engine_checksum=loaded.checksums.whole,
-            changed=loaded.changed,
-            version_reported=loaded.label,
+            checksums=len(proven.checksums.tensors),
+            engine_checksum=proven.checksums.whole,
+            changed=proven.changed,
+            version_reported=str(manifest.version),
             direct=isinstance(held, Received),
             digest_before=digest_before,
             digest_after=digest_after,
             flush=True,
             cached_tokens_before=before.cached_tokens,
-            cached_tokens_after=cached_after,
+            cached_tokens_after=proven.cached_tokens,
             dirty_load=loaded.dirty,
         )
-        return Served(held, before.facts.start, loaded.checksums.whole, proof)
+        return Served(held, before.facts.start, proven.checksums.whole, proof)
 
-    def _load_and_prove(
+    def _load(self, way: Way, mode: PauseMode, before: Before, previous: Served | None, deadline: Deadline) -> Loaded:
+        """What happens while the engine is paused."""
+        version = way.held.manifest.version
+        self.lease.take(deadline.left_s() + CONTINUE_GRACE_S)
+        paused_at = time.monotonic()
+        try:
+            self.engine.pause(mode, deadline.left_s())
+            self.engine.set_label(unproven(version), deadline.left_s())
+            self.check_in()
+            started = time.monotonic()
+            dirty = way.bring(unproven(version), deadline)
+            load_s = time.monotonic() - started
+            if dirty:  # new weights over old keys and values: only a retraction makes the flush possible
+                self.engine.pause("retract", deadline.left_s())
+                self.engine.flush(deadline.left_s())  # else the load did it: once more would cost SGLang 0.4 s
+            self.check_in()
+            mark = loaded(version)
+            self.engine.set_label(mark, deadline.left_s())
+        except ColchisError as error:
+            raise ActivationFailed(error, self._kept(before, previous, version)) from error
+        finally:
+            self._continue()
+        return Loaded(mark, dirty, load_s, time.monotonic() - paused_at)
+
+    def _prove(
         self,
-        way: Way,
-        mode: PauseMode,
+        held: Held,
+        mark: str,
         before: Before,
         previous: Served | None,
         prediction: Prediction | None,
         deadline: Deadline,
-    ) -> Loaded:
-        """What happens while the engine is paused. Its label is the version's number only if this returns."""
-        version = way.held.manifest.version
-        self.engine.pause(mode, deadline.left_s())
-        self.engine.set_label(unproven(version), deadline.left_s())
-        self.check_in()
-        started = time.monotonic()
-        dirty = way.bring(unproven(version), deadline)
-        seconds = time.monotonic() - started
-        if dirty:  # new weights over old keys and values: only a retraction makes the flush possible
-            self.engine.pause("retract", deadline.left_s())
-            self.engine.flush(deadline.left_s())  # else the load did it: once more would cost SGLang 0.4 s
-        self.check_in()
-
-        with ThreadPoolExecutor(1, thread_name_prefix="start") as beside:  # both go to the engine's scheduler
-            start = beside.submit(self.engine.start, deadline.left_s())
-            after = self.engine.checksums(deadline.left_s())
-        differing = prediction.differences(after.tensors) if prediction else []
+    ) -> Proven:
+        """What happens while the engine serves under the mark. It has the version's number when this returns."""
+        cached_tokens = self._ask_canary(before.canary, deadline)
+        if cached_tokens:
+            raise BadData(
+                f"{cached_tokens} tokens of a prompt were still cached after the flush: keys and values of the "
+                "weights before",
+                where=self.engine.url,
+                hint="activate the version again",
+            )
+        after = self._hashing.checksums(before.facts, held.manifest.tensors, deadline)
         changed = None if before.checksums is None else after.whole != before.checksums.whole
-        self._refuse_wrong_weights(way.held, differing, changed, previous)
-        if start.result() != before.facts.start:
+        differing = prediction.differences(after.tensors) if prediction else []
+        self._refuse_wrong_weights(held, differing, changed, previous)
+        if self.engine.start(deadline.left_s()) != before.facts.start:
             raise PeerUnavailable("the engine restarted during the activation", where=self.engine.url)
-        self.engine.set_label(str(version), deadline.left_s())
+        self._refuse_other_label(mark, deadline)
+        self.engine.set_label(str(held.manifest.version), deadline.left_s())
+        self._refuse_other_label(str(held.manifest.version), deadline)
+        return Proven(after, changed, cached_tokens)
+
+    def _refuse_other_label(self, told: str, deadline: Deadline) -> None:
+        """Who gives the engine a label may have given it other weights."""
         label = self.engine.label(deadline.left_s())
-        if label != str(version):
-            raise BadData(f"the engine calls itself '{label}' after it was told '{version}'", where=self.engine.url)
-        return Loaded(after, changed, label, dirty, seconds)
+        if label != told:
+            raise BadData(f"the engine calls itself '{label}' after it was told '{told}'", where=self.engine.url)
 
     def _continue(self) -> None:
         """A fresh deadline: the engine must continue also when the activation's own has passed."""
@@ -237,7 +253,8 @@ class Activation:
 
     def _look(self, held: Held, facts: EngineFacts, previous: Served | None, deadline: Deadline) -> Before:
         try:
-            checksums = self.engine.checksums(deadline.left_s())
+            serving = previous.whole if previous else held
+            checksums = self._hashing.checksums(facts, serving.manifest.tensors, deadline)
         except (BadData, PeerUnavailable):
             checksums = None  # an engine that waits for its first weights has none to report
         canary, cached = None, None
@@ -282,22 +299,23 @@ class Activation:
                     hint="the engine did not load what it was given",
                 )
 
-    def _kept(self, before: Before, previous: Served | None) -> Served | None:
-        """The version before, if the engine's tensors are provably still its; it gets its name back then."""
-        if previous is None:
-            return None
+    def _kept(self, before: Before, previous: Served | None, version: int) -> Served | None:
+        """The version before, if the engine's tensors are provably still its; it gets its name back then. Else the engine
+        gets a label that nobody believes: it may have the mark by now."""
         grace = Deadline(CONTINUE_GRACE_S)
-        try:
-            if self.engine.checksums(grace.left_s()).whole != previous.checksum:
-                return None
-            if self.engine.facts(grace.left_s()).start != before.facts.start:
-                return None
-            if isinstance(previous.whole, Staged):
-                self.staging.swap(previous.whole)
-            self.engine.set_label(previous.label, grace.left_s())
-        except ColchisError:
-            return None  # not proven; the error that brought us here is the one to report
-        return previous
+        with suppress(ColchisError):  # not proven; the error that brought us here is the one to report
+            if (
+                previous is not None
+                and self.engine.checksums(grace.left_s()).whole == previous.checksum
+                and self.engine.start(grace.left_s()) == before.facts.start
+            ):
+                if isinstance(previous.whole, Staged):
+                    self.staging.swap(previous.whole)
+                self.engine.set_label(previous.label, grace.left_s())
+                return previous
+        with suppress(ColchisError):  # an engine that cannot be told is not ready either way
+            self.engine.set_label(unproven(version), CONTINUE_GRACE_S)
+        return None
 
 
 def _predictable(facts: EngineFacts, held: Held) -> bool:

@@ -24,6 +24,7 @@ from colchis.components.weights.protocol import Activate, Activated, Offer
 
 log = logging.getLogger(__name__)
 
+MARKS = 8
 PATIENCE_S = 30.0
 """For the first answer of an engine that is to be activated or probed: a busy machine is no dead engine."""
 
@@ -51,6 +52,8 @@ class Activator:
         self._engine_staging = engine_staging
         self._check_in = check_in
         self._expected: Received | None = None
+        self.proven: dict[str, int] = {}
+        """Mark of a load -> version that it was proven to be: of the last MARKS loads. Never changed, only replaced."""
 
     def expect(self, version: Received) -> None:
         """A sender will bring that version; the one that was expected before it will not come any more."""
@@ -142,7 +145,12 @@ class Activator:
         if base is previous:
             return served
         proof = served.proof.model_copy(  # what the base cost, and what it took the place of
-            update={"pause_s": base.proof.pause_s, "previous": base.proof.previous, "changed": base.proof.changed}
+            update={
+                "pause_s": base.proof.pause_s,
+                "proof_s": base.proof.proof_s,
+                "previous": base.proof.previous,
+                "changed": base.proof.changed,
+            }
         )
         served = replace(served, proof=proof)
         self._belief.hold(served)
@@ -184,6 +192,8 @@ class Activator:
             raise
         self._belief.failure = None
         self._belief.hold(served)
+        if served.proof.mark is not None:
+            self.proven = dict([*self.proven.items(), (served.proof.mark, served.proof.version)][-MARKS:])
         return served
 
     def _seen_by_engine(self, path: Path) -> str:

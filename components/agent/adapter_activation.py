@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from colchis.components.agent.activation import CONTINUE_GRACE_S, ActivationFailed, Served, unproven
+from colchis.components.agent.activation import CONTINUE_GRACE_S, ActivationFailed, Served
 from colchis.components.agent.engine import Engine
+from colchis.components.agent.hashing import Hashing
 from colchis.components.agent.shelf import Shelf, StagedAdapter
 from colchis.components.errors import BadData, ColchisError, PeerUnavailable
 from colchis.components.weights.deadline import Deadline
+from colchis.components.weights.labels import unproven
 from colchis.components.weights.protocol import Activated
 
 UNLOAD_S = 3.0
@@ -31,6 +33,7 @@ class AdapterActivation:
         self.engine, self.shelf = engine, shelf
         self.engine_folder = engine_folder
         self.check_in = check_in
+        self._hashing = Hashing(engine, check_in)
 
     def run(self, staged: StagedAdapter, base: Served, deadline: Deadline) -> Served:
         """`base` is what the engine serves now: the base itself, or another adapter on it. ActivationFailed says whether it
@@ -130,9 +133,10 @@ class AdapterActivation:
 
     def _refuse_other_base(self, base: Served, deadline: Deadline) -> None:
         """The engine's own tensors must be those that the adapter was trained beside: its checksums say nothing of adapters."""
-        if self.engine.start(deadline.left_s()) != base.start:
+        facts = self.engine.facts(deadline.left_s())
+        if facts.start != base.start:
             raise PeerUnavailable("the engine restarted during the activation", where=self.engine.url)
-        if self.engine.checksums(deadline.left_s()).whole != base.checksum:
+        if self._hashing.checksums(facts, base.whole.manifest.tensors, deadline).whole != base.checksum:
             raise BadData(
                 f"the engine's tensors are not those of v{base.whole.manifest.version} any more, on which the adapter belongs",
                 where=self.engine.url,

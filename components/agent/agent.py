@@ -95,6 +95,9 @@ class View:
         return self.reason is None
 
 
+UNDER_WAY = View(EngineState.ACTIVATING, "an activation is under way")
+
+
 @dataclass(frozen=True)
 class Ready:
     """A version that may be activated: staged whole, staged as an adapter, or expected from a sender."""
@@ -343,7 +346,7 @@ class Agent:
 
     def status(self) -> Status:
         """A fresh look, at most FRESH_S old."""
-        view = self.view()
+        view = self.view()  # before what an activation may have proven meanwhile
         manifest = view.served.manifest if view.served else None
         return Status(
             engine_id=self.settings.engine_id,
@@ -359,6 +362,7 @@ class Agent:
             ready=view.ready,
             boot_id=self.boot_id,
             engine_start=view.start,
+            proven=self._activator.proven,
             pause_lease_s=self.lease.left_s(),
         )
 
@@ -371,6 +375,8 @@ class Agent:
 
     def view(self) -> View:
         """State and readiness; one look answers all who ask within a moment."""
+        if self._activating.is_set():
+            return UNDER_WAY
         with self._view_lock:
             now = time.monotonic()
             if self._view is None or now - self._view[0] > (FRESH_S if self._view[1].ready else NOT_READY_FRESH_S):
@@ -396,9 +402,8 @@ class Agent:
         self.staging.close()
 
     def _look(self) -> View:
-        under_way = View(EngineState.ACTIVATING, "an activation is under way")
-        if self._activating.is_set() or not self._engine_lock.acquire(timeout=STORE_DEADLINE_S):
-            return under_way
+        if not self._engine_lock.acquire(timeout=STORE_DEADLINE_S):
+            return UNDER_WAY
         try:
             if self.lease.is_open():
                 self.lease.end(Deadline(0))
@@ -443,9 +448,9 @@ class Agent:
             try:
                 yield
             finally:
-                self._activating.clear()
                 with self._view_lock:
                     self._view = None
+                    self._activating.clear()
 
     @contextmanager
     def _exclusive(self, deadline: Deadline) -> Iterator[None]:

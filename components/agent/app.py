@@ -59,6 +59,9 @@ class Metrics:
         self.fetched = Counter("colchis_agent_fetched_bytes", "Bytes fetched from the store", registry=registry)
         self.pause = Histogram("colchis_agent_pause_seconds", "Engine paused", buckets=PAUSES_S, registry=registry)
         self.load = Histogram("colchis_agent_load_seconds", "Engine loading", buckets=PAUSES_S, registry=registry)
+        self.proof = Histogram(
+            "colchis_agent_proof_seconds", "Engine serving what is being proven", buckets=PAUSES_S, registry=registry
+        )
 
     def text(self) -> bytes:
         view = self.agent.view()
@@ -134,6 +137,7 @@ def build_app(agent: Agent, token: str) -> FastAPI:
         if not answer.repeated:
             if answer.pause_s:
                 metrics.pause.observe(answer.pause_s)
+                metrics.proof.observe(answer.proof_s)
             metrics.load.observe(answer.load_s)
         return answer
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import httpx
 
-from colchis.components.errors import BadData, PeerUnavailable
+from colchis.components.errors import BadConfig, BadData, PeerUnavailable
 from colchis.components.weights.buckets import TORCH_NAMES, Bucket
 from colchis.components.weights.protocol import Offer
 
@@ -45,12 +46,33 @@ class EngineFacts:
 
 @dataclass(frozen=True)
 class EngineChecksums:
-    """What /weights_checker reported."""
+    """What /weights_checker reported: per rank, tensor name -> hash."""
 
-    tensors: dict[str, str]
-    """Tensor name -> hash, of the first rank."""
-    whole: str
-    """Over all tensors of all ranks."""
+    ranks: tuple[Mapping[str, str], ...]
+
+    @property
+    def tensors(self) -> Mapping[str, str]:
+        """Of the first rank."""
+        return self.ranks[0]
+
+    @property
+    def whole(self) -> str:
+        """Over all tensors of all ranks, as SGLang itself computes it (`per_engine_checksum`)."""
+        digest = hashlib.sha256()
+        for tensors in self.ranks:
+            rank = hashlib.sha256()
+            for name in sorted(tensors):
+                rank.update(f"{name}{tensors[name]}".encode())
+            digest.update(rank.hexdigest().encode())
+        return digest.hexdigest()
+
+    def with_more(self, other: EngineChecksums) -> EngineChecksums:
+        """Those of further tensors added. BadData when they are of other ranks."""
+        if len(other.ranks) != len(self.ranks):
+            raise BadData(
+                f"the engine reports {len(other.ranks)} ranks after {len(self.ranks)}", where="/weights_checker"
+            )
+        return EngineChecksums(tuple({**a, **b} for a, b in zip(self.ranks, other.ranks, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -77,7 +99,8 @@ class Answer:
 
 
 class Engine:
-    """Client of one engine. Every method raises PeerUnavailable when there is no answer in time, BadData on a refusal.
+    """Client of one engine. Every method raises PeerUnavailable when there is no answer in time, BadData on a refusal,
+    BadConfig on a key that is missing or wrong.
 
     `key` opens /generate and the reading routes, `admin_key` the controlling ones (SGLang keeps them apart when both
     are set).
@@ -114,13 +137,16 @@ class Engine:
         """Its weight_version, alone."""
         return str(self._read("/model_info", timeout_s).get("weight_version"))
 
-    def checksums(self, timeout_s: float) -> EngineChecksums:
-        """Hashes of the engine's own tensors, also while it is paused. BadData when it has no weights yet."""
-        body = self._order("/weights_checker", {"action": "checksum"}, timeout_s)
-        ranks = body.get("ranks") or []
-        if not ranks or not ranks[0].get("checksums"):
+    def checksums(self, timeout_s: float, *, without: Sequence[str] = ()) -> EngineChecksums:
+        """Hashes of the engine's own tensors, also while it is paused; of those whose names have none of `without` in them.
+        SGLang draws no token meanwhile. BadData when it has no weights yet."""
+        order: dict[str, Any] = {"action": "checksum"}
+        if without:
+            order["skip_tensor_list"] = list(without)
+        ranks = self._order("/weights_checker", order, timeout_s).get("ranks") or []
+        if not ranks or not (without or all(rank.get("checksums") for rank in ranks)):
             raise BadData(f"engine {self.url} reports no checksums", where="/weights_checker")
-        return EngineChecksums(dict(ranks[0]["checksums"]), str(body.get("per_engine_checksum")))
+        return EngineChecksums(tuple(dict(rank["checksums"]) for rank in ranks))
 
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
         """Stop generating. `retract`: requests in flight wait with their tokens; `abort`: they end."""
@@ -273,6 +299,12 @@ class Engine:
             body = None
         if status >= 500:  # a refusal is a 4xx; this one may be gone in a moment
             raise PeerUnavailable(f"engine {self.url} answers {status}: {text[:200]}", where=path)
+        if status in (401, 403):
+            raise BadConfig(
+                f"engine {self.url} wants a key, or another one (HTTP {status})",
+                where=path,
+                hint="give its agent COLCHIS_ENGINE_ADMIN_KEY, and COLCHIS_ENGINE_KEY where the engine has two",
+            )
         if status != 200 or not isinstance(body, dict):
             message = body.get("message") or body.get("error") if isinstance(body, dict) else None
             raise BadData(f"engine {self.url} answers {status}: {message or text[:300]}", where=path)

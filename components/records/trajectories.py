@@ -7,7 +7,7 @@ said in between. Token ids are those the engine read and drew; nothing here is e
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
@@ -51,6 +51,19 @@ class VersionSpan:
     version: int
     start: int
     end: int
+
+
+def joined(spans: Iterable[VersionSpan]) -> tuple[VersionSpan, ...]:
+    """Neighbours of one version as one span; empty ones are gone."""
+    found: list[VersionSpan] = []
+    for span in spans:
+        if span.start == span.end:
+            continue
+        if found and (found[-1].version, found[-1].end) == (span.version, span.start):
+            found[-1] = VersionSpan(span.version, found[-1].start, span.end)
+        else:
+            found.append(span)
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

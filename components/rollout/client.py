@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -18,9 +18,10 @@ import httpx
 import numpy as np
 
 from colchis.components.errors import BadConfig, BadData
-from colchis.components.records.trajectories import LOGPROB_SLACK, VersionSpan
+from colchis.components.records.trajectories import LOGPROB_SLACK, VersionSpan, joined
 from colchis.components.rollout.engines import Engine
 from colchis.components.rollout.versions import Wanted
+from colchis.components.weights import labels
 
 
 class Fault(StrEnum):
@@ -65,6 +66,10 @@ class Completion(Piece):
     """The stop text that ended it, when one did."""
 
 
+Prove = Callable[[Engine, set[str], float], Awaitable[Mapping[str, int]]]
+"""(engine, marks of loads, seconds) -> the versions that they were proven to be."""
+
+
 async def generate(
     client: httpx.AsyncClient,
     engine: Engine,
@@ -72,10 +77,12 @@ async def generate(
     parameters: Sequence[dict[str, Any]],
     *,
     wanted: Wanted,
+    prove: Prove,
     timeout_s: float,
 ) -> list[Completion | Refusal]:
-    """One batched request: `inputs[i]` sampled with `parameters[i]`. Never raises for what another engine may do
-    better. BadData when the engine calls the request itself bad, BadConfig when it wants a key."""
+    """One batched request: `inputs[i]` sampled with `parameters[i]`. Where an update met it, `prove` is asked what drew the
+    tokens right after the load. Never raises for what another engine may do better. BadData when the engine calls the request
+    itself bad, BadConfig when it wants a key."""
     body = {
         "input_ids": [list(ids) for ids in inputs],
         "sampling_params": list(parameters),
@@ -103,7 +110,38 @@ async def generate(
         return _all(inputs, Fault.MALFORMED, "the answer is not JSON")
     if not isinstance(items, list) or len(items) != len(inputs):
         return _all(inputs, Fault.MALFORMED, f"expected a list of {len(inputs)} samples")
-    return [_checked(item, wanted, engine, int(p["max_new_tokens"])) for item, p in zip(items, parameters, strict=True)]
+    marks = {mark for item in items for mark in _marks(item, wanted)} if engine.adapter is None else set()
+    reading = Reading(wanted, engine, await prove(engine, marks, timeout_s) if marks else {})
+    return [_checked(item, reading, int(p["max_new_tokens"])) for item, p in zip(items, parameters, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the labels of one engine's answer are read."""
+
+    wanted: Wanted
+    engine: Engine
+    proven: Mapping[str, int]
+
+    def version(self, label: str) -> int | None:
+        """The version of tokens under a label, if it is wanted. Where an adapter was named, the label says that its base was
+        there, and the version is the one that was named, whatever the engine serves by now."""
+        adapter = self.engine.adapter
+        if adapter is None:
+            version = self.proven.get(label, labels.proven_version(label))
+        else:
+            version = adapter.version if label == adapter.label else None
+        return version if self.wanted.accepts(version) else None
+
+
+def _marks(item: Any, wanted: Wanted) -> set[str]:
+    """Labels that may turn out to be a version that is wanted."""
+    try:
+        meta = item["meta_info"]
+        found = {str(span["version"]) for span in meta.get("weight_versions") or []} | {str(meta["weight_version"])}
+    except (AttributeError, KeyError, TypeError):
+        return set()  # refused below
+    return {label for label in found if wanted.accepts(labels.loaded_version(label))}
 
 
 def _is_about_adapter(answer: httpx.Response, engine: Engine) -> bool:
@@ -125,19 +163,19 @@ def _message(answer: httpx.Response) -> str:
     return " ".join(str(text).split())[:300]
 
 
-def _checked(item: Any, wanted: Wanted, engine: Engine, max_new_tokens: int) -> Completion | Refusal:
+def _checked(item: Any, reading: Reading, max_new_tokens: int) -> Completion | Refusal:
     try:
-        return _parse(item, wanted, engine, max_new_tokens)
+        return _parse(item, reading, max_new_tokens)
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as e:
         return Refusal(Fault.MALFORMED, f"unexpected answer ({type(e).__name__}: {e})")
 
 
-def _parse(item: Any, wanted: Wanted, engine: Engine, max_new_tokens: int) -> Completion | Refusal:
+def _parse(item: Any, reading: Reading, max_new_tokens: int) -> Completion | Refusal:
     finish = item["meta_info"]["finish_reason"]
     kind = str(finish["type"])
     if kind == "abort":
-        return _aborted(item, wanted, engine, max_new_tokens, f"aborted: {finish.get('message', '')}")
-    piece = _piece(item, wanted, engine, max_new_tokens)
+        return _aborted(item, reading, max_new_tokens, f"aborted: {finish.get('message', '')}")
+    piece = _piece(item, reading, max_new_tokens)
     if isinstance(piece, Refusal):
         return piece
     if kind not in ("stop", "length"):
@@ -153,16 +191,16 @@ def _parse(item: Any, wanted: Wanted, engine: Engine, max_new_tokens: int) -> Co
     )
 
 
-def _aborted(item: Any, wanted: Wanted, engine: Engine, max_new_tokens: int, detail: str) -> Refusal:
+def _aborted(item: Any, reading: Reading, max_new_tokens: int, detail: str) -> Refusal:
     """An abort, with what was drawn before it where that can be believed."""
     try:
-        piece = _piece(item, wanted, engine, max_new_tokens)
+        piece = _piece(item, reading, max_new_tokens)
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError):
         piece = None
     return Refusal(Fault.ABORTED, detail, piece if isinstance(piece, Piece) else None)
 
 
-def _piece(item: Any, wanted: Wanted, engine: Engine, max_new_tokens: int) -> Piece | Refusal:
+def _piece(item: Any, reading: Reading, max_new_tokens: int) -> Piece | Refusal:
     """The checks of tokens, whatever ended them."""
     meta = item["meta_info"]
     ids = [int(i) for i in item["output_ids"]]
@@ -172,13 +210,12 @@ def _piece(item: Any, wanted: Wanted, engine: Engine, max_new_tokens: int) -> Pi
         return Refusal(Fault.MALFORMED, f"weight_versions {bounds} do not cover {len(ids)} tokens")
     versions: list[VersionSpan] = []
     for label, (start, end) in zip([str(span["version"]) for span in spans], bounds, strict=True):
-        version = _version(label, wanted, engine)
+        version = reading.version(label)
         if version is None:
-            return Refusal(Fault.WRONG_VERSION, f"expected {wanted}, found {label}")
-        if start < end:
-            versions.append(VersionSpan(version, start, end))
-    if _version(last := str(meta["weight_version"]), wanted, engine) is None:
-        return Refusal(Fault.WRONG_VERSION, f"expected {wanted}, found {last}")
+            return Refusal(Fault.WRONG_VERSION, f"expected {reading.wanted}, found {label}")
+        versions.append(VersionSpan(version, start, end))
+    if reading.version(last := str(meta["weight_version"])) is None:
+        return Refusal(Fault.WRONG_VERSION, f"expected {reading.wanted}, found {last}")
     if not 1 <= len(ids) <= max_new_tokens:
         return Refusal(Fault.MALFORMED, f"{len(ids)} output tokens, expected 1 to {max_new_tokens}")
     entries = meta["output_token_logprobs"]
@@ -190,14 +227,6 @@ def _piece(item: Any, wanted: Wanted, engine: Engine, max_new_tokens: int) -> Pi
     return Piece(
         token_ids=tuple(ids),
         logprobs=logprobs,
-        versions=tuple(versions),
+        versions=joined(versions),
         cached_tokens=int(meta.get("cached_tokens") or 0),
     )
-
-
-def _version(label: str, wanted: Wanted, engine: Engine) -> int | None:
-    """The version of tokens under a label, if it is wanted. Where an adapter was named, the label says that its base was
-    there, and the version is the one that was named, whatever the engine serves by now."""
-    if engine.adapter is None:
-        return wanted.read(label)
-    return engine.adapter.version if label == engine.adapter.label and wanted.accepts(engine.adapter.version) else None

@@ -6,8 +6,8 @@ import asyncio
 import os
 import random
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit, urlunsplit
 
@@ -15,10 +15,15 @@ import httpx
 
 from colchis.components.errors import BadConfig
 from colchis.components.rollout.versions import Wanted
+from colchis.components.weights import labels
+from colchis.components.weights.protocol import EngineState
 
 STATUS_TIMEOUT_S = 3.0
 FRESH_S = 5.0
 """A status is asked again after this, or at once when an engine failed."""
+PROOF_POLL_S = 0.05
+"""Between two questions to an agent that is proving a load: a fraction of a second's work for small models, seconds for large
+ones."""
 SUSPECT_S = 10.0
 """How long an engine that failed comes last in the choice."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "0.0.0.0")
@@ -43,6 +48,8 @@ class Engine:
     url: str
     adapter: Adapter | None = None
     """None: what it serves, it serves whole."""
+    agent: str | None = None
+    """Address of its agent; None: nobody proves what it served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +64,16 @@ class EngineStatus:
     def __str__(self) -> str:
         state = self.problem or f"version {self.version}, {'ready' if self.ready else 'not ready'}"
         return f"{self.engine.id}: {state}"
+
+
+@dataclass(frozen=True, slots=True)
+class Proofs:
+    """What an agent says of the loads of its engine."""
+
+    proven: Mapping[str, int]
+    """Marks (`components/weights/labels.py`) -> version."""
+    under_way: bool
+    """One more may be proven soon."""
 
 
 class Engines:
@@ -90,6 +107,17 @@ class Engines:
     def at(cls, urls: Sequence[str]) -> Engines:
         """Engines without agents; an engine is ready for the version that its /model_info names."""
         return cls(urls=urls)
+
+    async def proofs(self, client: httpx.AsyncClient, agent: str) -> Proofs:
+        """What an agent says of the last loads. Nothing, of one that cannot be asked."""
+        try:
+            answer = await client.get(f"{agent}/status", headers=self._headers, timeout=STATUS_TIMEOUT_S)
+            answer.raise_for_status()
+            status = answer.json()
+            proven = {str(mark): int(version) for mark, version in status["proven"].items()}
+            return Proofs(proven, under_way=status["state"] == EngineState.ACTIVATING)
+        except (httpx.HTTPError, AttributeError, KeyError, TypeError, ValueError):
+            return Proofs({}, under_way=False)
 
     async def statuses(self, client: httpx.AsyncClient) -> list[EngineStatus]:
         """All engines, the unreachable ones included. BadConfig when an agent refuses the token."""
@@ -132,7 +160,7 @@ async def _ask_agent(client: httpx.AsyncClient, agent: str, headers: dict[str, s
         adapter = None
         if version is not None and (served := body.get("adapter")) is not None:
             adapter = Adapter(str(served["name"]), version, str(served["label"]))
-        engine = Engine(str(body["engine_id"]), _reachable(str(body["engine_url"]), agent), adapter)
+        engine = Engine(str(body["engine_id"]), _reachable(str(body["engine_url"]), agent), adapter, agent)
         return EngineStatus(engine, version, bool(body["ready"]))
     except httpx.HTTPError as e:
         return EngineStatus(unknown, None, False, f"agent: {type(e).__name__} {e}".strip())
@@ -159,7 +187,7 @@ async def _ask_engine(client: httpx.AsyncClient, url: str) -> EngineStatus:
         return EngineStatus(engine, None, False, f"{type(e).__name__} {e}".strip())
     except (AttributeError, ValueError) as e:
         return EngineStatus(engine, None, False, f"unexpected /model_info ({e})")
-    version = int(label) if label.isdecimal() else None
+    version = labels.proven_version(label)
     return EngineStatus(engine, version, version is not None)
 
 
@@ -173,6 +201,8 @@ class Balance:
         self._suspect_until: dict[str, float] = {}
         self._asked_at = float("-inf")
         self._asking = asyncio.Lock()
+        self._proofs: dict[str, tuple[float, Proofs]] = {}
+        self._proving: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def take(self, samples: int, *, prefer: str | None, avoid: set[str]) -> Engine:
         """Wait for an engine and count `samples` on it. `prefer`: whose cache holds the earlier turns. `avoid`: those
@@ -213,6 +243,28 @@ class Balance:
             if time.monotonic() - self._asked_at > FRESH_S:
                 self.last = await self.engines.statuses(self.client)
                 self._asked_at = time.monotonic()
+
+    async def proven(self, engine: Engine, marks: set[str], timeout_s: float) -> Mapping[str, int]:
+        """Marks of loads -> version, at least for those of `marks` that the engine's agent has proven, or proves in time."""
+        since = time.monotonic()
+        end = since + timeout_s
+        while engine.agent is not None:
+            found = await self._ask_for_proofs(engine.agent, since)
+            if marks <= found.proven.keys() or not found.under_way or time.monotonic() > end:
+                return found.proven
+            await asyncio.sleep(PROOF_POLL_S)
+            since = max(since, time.monotonic() - PROOF_POLL_S)
+        return {}
+
+    async def _ask_for_proofs(self, agent: str, since: float) -> Proofs:
+        """An answer to a question that was asked later than `since`: many samples wait for one proof, and share it."""
+        async with self._proving[agent]:
+            asked, found = self._proofs.get(agent, (float("-inf"), Proofs({}, under_way=False)))
+            if asked < since:
+                asked = time.monotonic()
+                found = await self.engines.proofs(self.client, agent)
+                self._proofs[agent] = asked, found
+            return found
 
     def describe(self) -> str:
         return "; ".join(str(s) for s in self.last) or "no engine known"

@@ -308,6 +308,7 @@ class _Rollout:
                     for s, ids in zip(asked, drawn, strict=True)
                 ],
                 wanted=self.wanted,
+                prove=self.balance.proven,
                 timeout_s=self.config.rollout.request_timeout_s,
             )
             ok = all(isinstance(a, Completion) for a in answers)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from colchis.components.environments import Tokenizer
-from colchis.components.records.trajectories import VersionSpan
+from colchis.components.records.trajectories import VersionSpan, joined
 from colchis.components.rollout.client import Completion, Piece
 
 
@@ -56,17 +56,13 @@ class Partial:
 
 
 def _joined(pieces: Sequence[Piece]) -> tuple[VersionSpan, ...]:
-    """Spans over the joined tokens; neighbours of one version become one."""
+    """Spans over the joined tokens."""
     spans: list[VersionSpan] = []
     offset = 0
     for piece in pieces:
-        for span in piece.versions:
-            start, end = offset + span.start, offset + span.end
-            if spans and spans[-1].version == span.version:
-                start = spans.pop().start
-            spans.append(VersionSpan(span.version, start, end))
+        spans += [VersionSpan(span.version, offset + span.start, offset + span.end) for span in piece.versions]
         offset += len(piece.token_ids)
-    return tuple(spans)
+    return joined(spans)
 
 
 def _cut(whole: Completion, border: int, stop: Sequence[str], tokenizer: Tokenizer) -> Completion:

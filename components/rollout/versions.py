@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
+from colchis.components.weights import labels
+
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
@@ -30,7 +32,7 @@ class Wanted:
 
     def read(self, label: str) -> int | None:
         """The version that an engine's label names, if it is accepted."""
-        version = int(label) if label.isascii() and label.isdecimal() else None
+        version = labels.proven_version(label)
         return version if self.accepts(version) else None
 
     def __str__(self) -> str:

@@ -82,6 +82,8 @@ class Status(Message):
     """Drawn at each start of the agent."""
     engine_start: str | None
     """Differs for each start of the engine; None while it cannot be read."""
+    proven: dict[str, int] = {}
+    """Labels under which the engine served before it was proven what it holds, of the last loads, and the version that it was."""
     pause_lease_s: float | None = None
     """Seconds until a pause under way is undone; None when the engine is not paused by this agent."""
 
@@ -196,6 +198,10 @@ class Activated(Message):
     pause_s: float
     """From the request to pause until the engine continued."""
     load_s: float
+    proof_s: float = 0.0
+    """From then until the engine had the version's number, serving under the mark."""
+    mark: str | None = None
+    """The engine's label in that time; None when nothing was loaded."""
     predicted: bool
     """Whether the engine's checksums could be predicted from the commit."""
     checksums_equal: bool | None

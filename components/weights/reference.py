@@ -25,7 +25,7 @@ ROUTES: tuple[tuple[str, str, type[Message] | None, type[Message] | None, str], 
     ("GET", "/status", None, Status, "What the agent knows of its engine."),
     ("POST", "/prepare", Prepare, Prepared, "Boundary 3: fetch and verify a version while the engine serves."),
     ("POST", "/verify", Verify, Verified, "Boundary 2: read the staged copy again."),
-    ("POST", "/activate", Activate, Activated, "Boundary 4: pause, load, prove, name, continue."),
+    ("POST", "/activate", Activate, Activated, "Boundary 4: pause, load, continue, prove, name."),
     ("POST", "/probe", Probe, Probed, "Boundary 5: log-probabilities of given tokens."),
 )
 OPEN_ROUTES = (

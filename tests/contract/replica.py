@@ -5,17 +5,19 @@ from __future__ import annotations
 import shutil
 import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from colchis.components.records.run import Serving
 from colchis.components.records.weights import TensorEntry, WeightsManifest, weights_digest
 from colchis.components.store import Store, keys, upload_input
 from colchis.components.weights.checksums import predict
+from colchis.components.weights.labels import proven_version
 from colchis.components.weights.protocol import Activated, EngineState, Probe
 from colchis.components.weights.publish import read_manifest
 from tests.agent.conftest import AgentProcess
@@ -26,6 +28,7 @@ from tests.run.test_wrong_weights import Tensors, entries_of, join, parse
 from tests.weights.models import publish_version
 
 LOAD = "/update_weights_from_disk"
+HASH = "/weights_checker"
 TOKENS = [3, 7, 11, 42, 5, 9]
 
 
@@ -82,6 +85,19 @@ def held_activation(
             yield hold, activation
         finally:
             hold.open.set()  # else the pool would wait for what waits for it
+
+
+@contextmanager
+def held_proof(
+    replica: Replica, version: int, between: Callable[[], None] = lambda: None
+) -> Iterator[tuple[Hold, Future[Activated]]]:
+    """An activation whose pause is over, and that waits before the engine's checksums: it serves under the mark of its load.
+    `between` is called in the pause, before the load."""
+    with held_activation(replica, version) as (load, activation), holding(replica.engine_proxy, "POST", HASH) as hold:
+        between()
+        load.open.set()
+        hold.wait()
+        yield hold, activation
 
 
 class Versions:
@@ -161,6 +177,12 @@ class Replica:
         prediction = predict(self.versions.folders[version])
         assert prediction is not None
         return prediction.differences(self.tensors()) == []
+
+    def drawn_by(self, answer: Mapping[str, Any]) -> list[int | None]:
+        """The versions that drew an answer, in order: what each label was proven to be; None for one that was not."""
+        proven = self.agent.status().proven
+        labels = [str(span["version"]) for span in answer["meta_info"]["weight_versions"]]
+        return [version for version, _ in groupby(proven.get(label, proven_version(label)) for label in labels)]
 
     def gap(self) -> float:
         """Largest difference of log-probabilities between the engine's probe and transformers."""

@@ -10,7 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.contract.conftest import Flight
+from colchis.components.agent.engine import DIRTY
+from tests.contract.conftest import SGLANG, Flight
 from tests.engine.processes import EngineProcess, wait_for
 from tests.engine.test_logprobs import reference
 
@@ -138,10 +139,12 @@ def test_frozen_in_place_without_a_flush_goes_on_with_the_old_keys_and_values(
     assert engine.client.post("/flush_cache?timeout=30").status_code == 200
 
 
-def test_an_update_may_abort_what_runs(engine: EngineProcess, models: dict[str, Path], fly: Fly) -> None:
-    """Catches an update that waits for the long tail although told not to."""
+def test_an_update_may_abort_what_runs(kind: str, engine: EngineProcess, models: dict[str, Path], fly: Fly) -> None:
+    """Catches an update that waits for the long tail although told not to. SGLang may flush before the abort is done, and says
+    so."""
     flight = fly(900)
-    assert engine.update(models["qwen2_b"], weight_version="1", abort_all_requests=True).status_code == 200
+    reply = engine.update(models["qwen2_b"], weight_version="1", abort_all_requests=True)
+    assert reply.status_code == 200 or (kind == SGLANG and DIRTY in reply.text)
     meta = flight.answer()["meta_info"]
     assert meta["finish_reason"]["type"] == "abort"
     assert meta["weight_versions"][0]["version"] == "0"

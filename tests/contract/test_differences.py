@@ -17,8 +17,9 @@ import httpx
 import pytest
 import torch
 
-from colchis.components.rollout import Wanted
+from colchis.components.rollout import Engines, Wanted
 from colchis.components.rollout.client import Completion, Fault, Refusal, generate
+from colchis.components.rollout.engines import Balance
 from colchis.components.rollout.engines import Engine as AskedEngine
 from colchis.components.weights.checksums import predict
 from colchis.components.weights.protocol import Probe
@@ -113,7 +114,9 @@ def test_a_tensor_that_is_not_finite(kind: str, engine: EngineProcess, broken: C
         async with httpx.AsyncClient() as client:
             parameters = [{"max_new_tokens": 8, "ignore_eos": True}]
             asked = AskedEngine("e", engine.url)
-            return await generate(client, asked, [[5, 3]], parameters, wanted=Wanted.at_least(0), timeout_s=30)
+            wanted = Wanted.at_least(0)
+            prove = Balance(Engines.at([engine.url]), client, wanted).proven
+            return await generate(client, asked, [[5, 3]], parameters, wanted=wanted, prove=prove, timeout_s=30)
 
     (answer,) = asyncio.run(ask())
     if kind == EMBEDDED:

@@ -19,6 +19,7 @@ from colchis.components.errors import BadData
 from colchis.components.records.rows import Row, Split
 from colchis.components.records.trajectories import Trajectory
 from colchis.components.rollout import Engines, PromptGroup, RolloutStats, Sampling, Wanted, rollout_groups
+from tests.agent.conftest import TOKEN, AgentProcess
 from tests.contract.test_control import pause, resume
 from tests.engine.processes import EngineProcess, wait_for
 from tests.engine.test_logprobs import reference
@@ -90,10 +91,13 @@ def configuration(**rollout: Any) -> RunConfig:
 
 
 @contextmanager
-def rolling(engine: EngineProcess, model: Path, wanted: Wanted, partials: str) -> Iterator[Future[Result]]:
-    """A rollout of one group that has begun to draw when the block starts."""
+def rolling(
+    engine: EngineProcess, model: Path, wanted: Wanted, partials: str, *, agent: AgentProcess | None = None
+) -> Iterator[Future[Result]]:
+    """A rollout of one group that has begun to draw when the block starts. `agent`: the one to ask about the engine, if any."""
     config = configuration(partials=partials)
     groups: list[list[Trajectory]] = []
+    engines = Engines([agent.url], token=TOKEN) if agent else Engines.at([engine.url])
 
     def roll() -> Result:
         stats = asyncio.run(
@@ -103,7 +107,7 @@ def rolling(engine: EngineProcess, model: Path, wanted: Wanted, partials: str) -
                 iteration=0,
                 wanted=wanted,
                 groups=[PromptGroup(0, Row(0, "", "", Split.TRAIN))],
-                engines=Engines.at([engine.url]),
+                engines=engines,
                 environment=Environment(),
                 model=TextModel.from_folder(model),
                 on_group=groups.append,

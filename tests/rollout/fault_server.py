@@ -11,11 +11,14 @@ import json
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 EOS = 1
 FIRST, LETTERS = 2, 50
+MARK = "loaded-3-0a1b2c3d"
+"""The label of a load that is not proven yet."""
 
 
 def answer(ids: list[int], parameters: dict, version: str) -> dict:
@@ -44,6 +47,9 @@ class FaultServer:
         self.version, self.always = str(version), always
         self.ready = True
         self.token = ""
+        self.proven_at: float | None = None
+        """By time.monotonic(): from then on MARK is proven, and before it an activation is under way. None: neither."""
+        self.statuses = 0
         self.script = deque(script)
         self.requests: list[dict] = []
         self.running = self.most_running = 0
@@ -53,6 +59,7 @@ class FaultServer:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
 
             def log_message(self, format: str, *args: object) -> None:
                 """Quiet."""
@@ -84,6 +91,10 @@ class FaultServer:
             return self.send(handler, 401, {})
         version = int(self.version) if self.version.isdecimal() else None
         body = {"engine_url": self.url, "engine_id": f"engine-{self.url[-5:]}", "version": version, "ready": self.ready}
+        over = self.proven_at is not None and time.monotonic() >= self.proven_at
+        body["proven"] = {MARK: int(self.version)} if over else {}
+        body["state"] = "serving" if over or self.proven_at is None else "activating"
+        self.statuses += 1
         return self.send(handler, 200, body)
 
     def generate(self, handler: BaseHTTPRequestHandler) -> None:
@@ -146,6 +157,13 @@ class FaultServer:
             case "changed version":
                 n = len(good[0]["output_ids"])
                 meta["weight_versions"] = [{"version": "2", "start": 0, "end": n}]
+            case "mark":
+                n = len(good[0]["output_ids"])
+                meta["weight_versions"] = [
+                    {"version": self.version, "start": 0, "end": 1},
+                    {"version": MARK, "start": 1, "end": n},
+                ]
+                meta["weight_version"] = MARK
             case "two truths":
                 n = len(good[0]["output_ids"])
                 meta["weight_versions"] = [{"version": self.version, "start": 0, "end": n}]

@@ -11,7 +11,10 @@ from colchis.components.records.boundary import Boundary, BoundaryRecord
 from colchis.components.report.status import find_boundaries
 from colchis.components.store import Store
 from colchis.workflows.local.weed import Weed
+from tests.faults import Fault
 from tests.run.conftest import Project
+from tests.run.kept import Account, Guest, ended
+from tests.run.test_boundaries import strikes
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -60,3 +63,28 @@ def test_nccl_without_a_gpu_is_refused_before_anything_pauses(project: Project) 
     assert done.returncode == 78, done.stdout + done.stderr
     assert "the reload has no GPU to send from" in done.stdout + done.stderr
     assert Boundary.LOAD not in boundaries(project, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_reload_is_killed_while_it_sends(guest: Guest, calm: Account) -> None:
+    """Fault: engines that wait for a sender that is dead, or serve what came before it died, and a run that cannot go on."""
+    direct = ("--set", "reload.transfer=gloo")
+    runner = guest.start(*direct)
+    killed: list[int] = []
+    proxies = [machine.engine_proxy for machine in guest.services.machines]
+    path = "/update_weights_from_distributed"
+    faults = [
+        proxy.add(Fault("POST", path, "delay", seconds=0.5, before=strikes(guest, runner, killed))) for proxy in proxies
+    ]
+    code, said = ended(runner)
+    for proxy in proxies:
+        proxy.clear()
+    assert killed, said
+    assert code == 137, said
+    assert [machine.status()["version"] for machine in guest.services.machines] != [1, 1]
+    code, said = guest.finish(*direct)
+    assert code == 0, said
+    assert sum(fault.applied for fault in faults) >= 1
+    assert Account.of(guest.services.store, guest.run) == calm
+    assert [m.label() for m in guest.services.machines] == ["2", "2"]

@@ -5,8 +5,8 @@ second is idle and only told to load the same weights. Turns alternate, medians 
 
 `bare`: seconds of /update_weights_from_disk. `agent`: the pause as the boundary record reports it. `observer`: the longest
 answer that a client of the first engine, one token a request, got while it was activated, less its usual answer. The pause
-holds more than the load: the order to pause, the flush and two labels. The client also waits for parts of the proof, which is
-made when the engine serves again; `proof` is how long that takes.
+begins when the step under way has ended, and holds more than the load: the flush and a label. The client also waits for parts
+of the proof, which is made when the engine serves again; `proof` is how long that takes.
 `direct`: the pause when a sender broadcasts the same weights into the engine (`reload.transfer: gloo`), here over loopback.
 
 Examples: python benchmarks/activation.py --repeats 7 --json activation.json

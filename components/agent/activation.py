@@ -176,10 +176,10 @@ class Activation:
         """What happens while the engine is paused."""
         version = way.held.manifest.version
         self.lease.take(deadline.left_s() + CONTINUE_GRACE_S)
-        paused_at = time.monotonic()
         try:
-            self.engine.pause(mode, deadline.left_s())
+            self.engine.pause(mode, deadline.left_s())  # which SGLang acknowledges before its step under way has ended
             self.engine.set_label(unproven(version), deadline.left_s())
+            paused_at = time.monotonic()
             self.check_in()
             started = time.monotonic()
             dirty = way.bring(unproven(version), deadline)

@@ -196,7 +196,7 @@ class Activated(Message):
     adapter: str | None = None
     """Name of the adapter that makes the version of the base; no pause is needed then."""
     pause_s: float
-    """From the request to pause until the engine continued."""
+    """From the end of the step that was under way, the last to draw tokens, until the engine continued."""
     load_s: float
     proof_s: float = 0.0
     """From then until the engine had the version's number, serving under the mark."""

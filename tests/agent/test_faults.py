@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -17,13 +18,13 @@ import pytest
 from colchis.components.agent.agent import Agent, AgentSettings
 from colchis.components.errors import BadConfig, BadData, ColchisError, PeerUnavailable
 from colchis.components.records.run import Serving
-from colchis.components.store import Store, StoreSettings, keys
+from colchis.components.store import Store, StoreSettings, keys, upload_input
 from colchis.components.store.pools import pool_lease
 from colchis.components.weights.protocol import Activate, EngineState, Prepare
 from colchis.components.weights.publish import read_manifest
 from tests.agent.conftest import DEADLINE_S, AgentProcess, EngineProcess, Versions
 from tests.agent.sending import SenderProcess
-from tests.weights.models import RUN
+from tests.weights.models import RUN, config_of, publish_version, write_model
 
 
 def eventually(condition: Callable[[], bool], what: str) -> None:
@@ -420,6 +421,39 @@ def test_engine_killed_during_an_activation(
     engine.start()
     agent.bring(1)
     assert (agent.status().version, engine.label()) == (1, "1")
+
+
+def test_engine_killed_in_the_middle_of_a_load(
+    store: Store, start_agent: Callable[..., AgentProcess], tmp_path: Path
+) -> None:
+    """Catches the same where the engine has read a part of the version: a model that takes a while to load."""
+    config = config_of(hidden_size=768, intermediate_size=3072, num_hidden_layers=3, vocabulary=4096)
+    folders = [write_model(tmp_path / f"v{version}", config, seed=version) for version in range(2)]
+    model = upload_input(store, folders[0])
+    for version, folder in enumerate(folders):
+        publish_version(store, folder, model=model, version=version)
+    engine = EngineProcess(tmp_path)
+    agent = start_agent(engine)
+    try:
+        agent.bring(0)
+        agent.prepare(1)
+        file = str(agent.staged(1) / "model.safetensors")
+        maps = Path(f"/proc/{engine.child.process.pid}/maps")
+        with ThreadPoolExecutor(1) as pool:
+            activation = pool.submit(agent.activate, 1)
+            until = time.monotonic() + DEADLINE_S
+            while file not in maps.read_text():
+                assert time.monotonic() < until, "the load did not begin"
+            engine.child.stop(grace_s=0)
+            with pytest.raises(PeerUnavailable):
+                activation.result()
+        assert "unproven-1" not in (tmp_path / "engine.log").read_text(), "it was loaded before it was killed"
+        assert agent.status().version is None
+        engine.start()
+        agent.bring(1)
+        assert (agent.status().version, engine.label()) == (1, "1")
+    finally:
+        engine.child.stop()
 
 
 def test_a_refused_load_keeps_the_old_version_by_proof(

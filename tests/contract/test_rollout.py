@@ -84,7 +84,7 @@ def configuration(**rollout: Any) -> RunConfig:
         {
             "model": {"source": "file:x"},
             "environment": {"kind": "own", "name": "x"},
-            "rollout": {"prompts": 1, "group_size": SAMPLES, "max_new_tokens": TOKENS} | rollout,
+            "rollout": {"prompts": 1, "group_size": SAMPLES, "max_new_tokens": TOKENS, "deadline_s": 180} | rollout,
             "trainer": {"micro_batch_tokens": 1024},
         }
     )

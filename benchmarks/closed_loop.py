@@ -16,6 +16,7 @@ from typing import Any
 
 HEADER_END = b"\r\n\r\n"
 LENGTH = b"content-length:"
+JSON = "Content-Type: application/json"
 TIMEOUT_S = 120.0
 
 
@@ -32,8 +33,8 @@ class Connection:
 
     def prepare(self, body: Any, repeats: int) -> None:
         content = json.dumps(body).encode()
-        head = f"POST /generate HTTP/1.1\r\nHost: engine\r\nContent-Length: {len(content)}\r\n\r\n"
-        self.request, self.left, self.replies = head.encode() + content, repeats, []
+        lines = ("POST /generate HTTP/1.1", "Host: engine", f"Content-Length: {len(content)}", JSON, "", "")
+        self.request, self.left, self.replies = "\r\n".join(lines).encode() + content, repeats, []
 
     def send(self) -> None:
         self.left -= 1

@@ -31,7 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from colchis.components.engine.sglang_cpu import launch_command
 from colchis.workflows.local.ports import free_port
@@ -137,7 +137,8 @@ def make_model(folder: Path, size: str) -> Model:
         model = LlamaForCausalLM(llama)
     model.eval().save_pretrained(folder)
     words = {f"w{number}": number for number in range(VOCABULARY)}
-    Tokenizer(WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))  # SGLang does not start without
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))  # SGLang does not start without
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
     return model
 
 

@@ -15,6 +15,7 @@ from kubernetes.config import ConfigException
 from urllib3.exceptions import HTTPError, ProtocolError, ReadTimeoutError
 
 from colchis.components.errors import BadConfig, BadData, PeerUnavailable
+from colchis.workflows.boundaries import BOUNDARIES
 from colchis.workflows.request import RUN_LABEL
 
 GROUP, VERSION = "argoproj.io", "v1alpha1"
@@ -179,7 +180,7 @@ def _short(node: Mapping[str, Any], workflow: str) -> str:
     place = f" of iteration {given['iteration']}" if "iteration" in given else ""
     place = place or (f" to version {given['version']}" if "version" in given else "")
     if node["type"] == "Container":
-        return f"reload: {'cache' if node['displayName'] == 'main' else node['displayName']}"
+        return f"reload: {BOUNDARIES.get(node['displayName'], node['displayName'])}"
     return f"{node.get('displayName') or node['name'].removeprefix(workflow)}{place}"
 
 

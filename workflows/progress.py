@@ -32,6 +32,7 @@ from colchis.components.report import (
     status,
 )
 from colchis.components.store import Store
+from colchis.workflows.boundaries import BOUNDARIES
 from colchis.workflows.home import Home
 from colchis.workflows.local.calls import Event, EventKind
 from colchis.workflows.local.interpreter import WorkflowResult
@@ -121,7 +122,8 @@ class Board:
         """Something happened to a node of the Workflow."""
         match event.kind:
             case EventKind.NODE_STARTED if event.type in ("Pod", "Container"):
-                self.running[event.node] = event.node.rpartition(".")[2]
+                name = event.node.rpartition(".")[2]
+                self.running[event.node] = BOUNDARIES.get(name, name)
             case EventKind.NODE_FINISHED:
                 self.running.pop(event.node, None)
                 if event.node.endswith(".reload"):
@@ -130,8 +132,6 @@ class Board:
                     self._show_evaluations()
                 if event.phase in ("Failed", "Error") and event.type == "Pod":
                     self._show_failure(event)
-                elif event.phase == "Failed" and event.type == "Container":  # its pod names only `main`, which waited
-                    self.console.print(f"[red]{event.node}[/red] {event.phase}: {event.message}", soft_wrap=True)
             case _:
                 return
 

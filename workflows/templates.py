@@ -28,10 +28,14 @@ from hera.workflows import (
 
 import colchis
 from colchis.components.errors import BadConfig
+from colchis.workflows.boundaries import BOUNDARIES
 
 TAKEN_AWAY = [75, 137, 143, 2]
 """Exit codes worth another try: temporary failure, SIGKILL (out of memory, lost node), SIGTERM, and SIGTERM at a moment when
-Argo's executor does not handle it: it is process 1 of the container, and Go then ends with 2. No stage ends with that."""
+Argo's executor does not handle it: it is process 1 of the container, and Go then ends with 2. No stage ends with that.
+
+The exit code of a set of containers is that of `main`, which is 64 when one before it failed. Its message is that of the one
+that failed first (see `BOUNDARIES`), so `RETRY` reads the code there as well."""
 
 RETRY = RetryStrategy(
     limit="5",
@@ -39,6 +43,7 @@ RETRY = RetryStrategy(
     backoff=m.Backoff(duration="2s", factor="2", max_duration="5m"),
     expression=(
         f"lastRetry.status == 'Error' || (asInt(lastRetry.exitCode) in {TAKEN_AWAY})"
+        f" || lastRetry.message matches '^[^(]*[(]exit code ({'|'.join(map(str, TAKEN_AWAY))})[)]'"
         " || lastRetry.message contains 'context canceled'"  # terminated while the executor starts the program: 64
     ),
 )
@@ -168,16 +173,11 @@ def stage(
     )
 
 
-BOUNDARIES = ["store", "transfer", "buffer", "load", "main"]
-"""The five containers of a reload, in the order in which they can be observed. `main` is the cache boundary: Argo wants
-a container of that name to own the outputs."""
-
-
 def reload_set(shape: Shape, *, deadline_s: int = 3600) -> ContainerSet:
     """One pod whose five containers are five visible nodes: each boundary of a reload proves itself before the next.
 
-    The pod's exit code is that of `main`, which is 64 when an earlier boundary failed: so a pod that was taken away is
-    tried again, and a boundary that refused is not.
+    A pod that was taken away is tried again from the first boundary, as is one of which a boundary failed for the moment;
+    one whose boundary refused is not.
     """
     report = S3Artifact(
         name="report",
@@ -202,18 +202,18 @@ def reload_set(shape: Shape, *, deadline_s: int = 3600) -> ContainerSet:
         tolerations=[m.Toleration(**t) for t in shape.tolerations] or None if on_gpu else None,
         retry_strategy=RETRY,
     ) as reload:
-        for before, boundary in zip([None, *BOUNDARIES], BOUNDARIES, strict=False):
+        for before, (name, boundary) in zip([None, *BOUNDARIES], BOUNDARIES.items(), strict=False):
             gpu = {"nvidia.com/gpu": "1"} if on_gpu and boundary == "load" else {}
             ContainerNode(
-                name=boundary,
+                name=name,
                 image=shape.trainer_image if sends else shape.stage_image,
                 image_pull_policy="IfNotPresent",
                 command=["python", "-m", "colchis.components", "reload"],
                 args=[
                     *RUN_ARGS,
                     *("--version", "{{inputs.parameters.version}}"),
-                    *("--boundary", "cache" if boundary == "main" else boundary),
-                    *(out_args if boundary == "main" else []),
+                    *("--boundary", boundary),
+                    *(out_args if name == "main" else []),
                 ],
                 env=ENVIRONMENT,
                 dependencies=[before] if before else None,
@@ -260,4 +260,4 @@ def successor(template: str) -> Resource:
     )
 
 
-__all__ = ["BOUNDARIES", "POD_SECURITY", "Shape", "reload_set", "stage", "successor"]
+__all__ = ["POD_SECURITY", "Shape", "reload_set", "stage", "successor"]

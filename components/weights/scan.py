@@ -16,7 +16,8 @@ import xxhash
 from colchis.components.errors import BadData
 from colchis.components.weights.header import TensorSpan
 
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 256 << 10
+"""Small enough that both hashes and the test for finiteness find it in the cache of a core."""
 WORKERS = min(4, os.cpu_count() or 1)
 """Hashing and numpy both release the interpreter lock; more threads than this wait for the disk."""
 

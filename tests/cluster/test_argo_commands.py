@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from colchis.components.store import Store, keys
+from colchis.workflows.boundaries import BOUNDARIES
 from tests.cluster.client import Cluster
 from tests.cluster.runs import DEADLINE_S, argo, digests_of, ended, submit
 
@@ -63,8 +64,7 @@ def test_what_is_shown(config: Path, calm: list[str], cluster: Cluster) -> None:
         assert re.search(rf"\s{stage}\s", tree), stage
     nodes = json.loads(argo("get", workflow, "-o", "json"))["status"]["nodes"].values()
     boundaries = [n["displayName"] for n in nodes if n["type"] == "Container"]  # the command's tree draws pods only
-    # the last one, cache, bears the name that Argo wants of the container with the outputs
-    assert Counter(boundaries) == dict.fromkeys(("store", "transfer", "buffer", "load", "main"), 3)
+    assert Counter(boundaries) == dict.fromkeys(BOUNDARIES, 3)
 
 
 def test_pods_go_and_what_they_made_stays(calm: list[str], cluster: Cluster, store: Store) -> None:

@@ -14,6 +14,7 @@ from colchis.components.config import load, to_parameters
 from colchis.components.records.run import Serving
 from colchis.components.stages.context import StageKey
 from colchis.components.store import Store, keys, read_commit
+from colchis.workflows.boundaries import BOUNDARIES
 from colchis.workflows.request import pin_files
 from tests.cluster.client import Cluster
 from tests.cluster.conftest import EXAMPLE, REPOSITORY, SMALL
@@ -70,7 +71,7 @@ def test_the_store_declares_two_versions(finished: Any, store: Store, pool: list
 def test_each_reload_shows_five_boundaries(finished: Any) -> None:
     """Catches a reload that hides its boundaries: each is a node of its own, on every reload."""
     containers = [n["displayName"] for n in finished["nodes"].values() if n["type"] == "Container"]
-    assert sorted(set(containers)) == ["buffer", "load", "main", "store", "transfer"]
+    assert sorted(set(containers)) == list(BOUNDARIES)
     assert {containers.count(name) for name in set(containers)} == {3}, "one fill and two reloads"
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from colchis.components.store import StageKey, Store, find_commit
+from colchis.workflows.boundaries import BOUNDARIES
 from tests.cluster.client import Cluster
 from tests.cluster.faults import killed
 from tests.cluster.runs import DEADLINE_S, digests_of, ended, submit
@@ -24,6 +25,22 @@ def test_pods_deleted_while_they_run(config: Path, calm: list[str], cluster: Clu
     ended(cluster, workflow)
     assert digests_of(store, "drained") == calm
     assert sum(code != 0 for code in codes.values()) >= 5, f"most had ended before they were disturbed: {codes}"
+
+
+@pytest.mark.slow
+def test_a_reload_is_drained_at_each_boundary(config: Path, calm: list[str], cluster: Cluster, store: Store) -> None:
+    """Fault: a pod of several containers that counts as refused, because one of them says that another one ended."""
+    workflow = submit(config, "emptied")
+    cluster.pod_of(
+        workflow, "train", deadline_s=DEADLINE_S
+    )  # the first reload has passed: it has no training before it
+    names = list(BOUNDARIES)
+    for passed in range(len(names)):
+        cluster.drain_pod(cluster.pod_of(workflow, "reload", deadline_s=DEADLINE_S, past=names[:passed]))
+    status = ended(cluster, workflow)
+    assert digests_of(store, "emptied") == calm
+    drained = [n for n in status["nodes"].values() if n["type"] == "Pod" and n["phase"] == "Failed"]
+    assert len(drained) >= 3, f"most had ended before they were disturbed: {[n.get('message') for n in drained]}"
 
 
 @pytest.mark.slow

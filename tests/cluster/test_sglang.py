@@ -13,6 +13,7 @@ from colchis.components.engine.sglang_cpu import environment
 from colchis.components.records.iteration import Summary
 from colchis.components.store import Store, keys
 from colchis.components.store.pools import pool_lease
+from colchis.workflows.boundaries import BOUNDARIES
 from tests.cluster.client import Cluster
 from tests.cluster.conftest import EXAMPLE, REPOSITORY, SMALL, wait_for
 from tests.cluster.runs import colchis, ended, submit
@@ -72,9 +73,9 @@ def test_a_run_trains_sglang_over_five_boundaries(cluster: Cluster, store: Store
     workflow = submit(EXAMPLE, RUN, "--pool", POOL, *overrides)
     status = ended(cluster, workflow)
     containers = [n["displayName"] for n in status["nodes"].values() if n["type"] == "Container"]
-    assert {name: containers.count(name) for name in set(containers)} == dict.fromkeys(
-        ("store", "transfer", "buffer", "load", "main"), 3
-    ), "one fill and two reloads"
+    assert {name: containers.count(name) for name in set(containers)} == dict.fromkeys(BOUNDARIES, 3), (
+        "one fill and two reloads"
+    )
     summaries = [Summary.from_bytes(store.get(key).data, key) for key in (keys.summary(RUN, i) for i in range(2))]
     assert [s.version for s in summaries] == [1, 2]
     for address in engines.values():
@@ -83,7 +84,7 @@ def test_a_run_trains_sglang_over_five_boundaries(cluster: Cluster, store: Store
     assert cluster.ready_pods(engines, deadline_s=60) == set(engines)
     shown = colchis("status", RUN)
     assert shown.returncode == 0
-    for boundary in ("store", "transfer", "buffer", "load", "cache"):
+    for boundary in BOUNDARIES.values():
         assert boundary in shown.stdout
 
 

@@ -13,6 +13,7 @@ from colchis.components.config import SECTIONS
 from colchis.components.errors import BadConfig
 from colchis.workflows import render
 from colchis.workflows.lint import lint_files
+from colchis.workflows.local.expressions import evaluate
 from colchis.workflows.templates import Shape
 
 
@@ -63,7 +64,7 @@ def test_a_reload_that_sends_has_the_image_that_can() -> None:
     (text,) = render.render([gpu]).values()
     (reload,) = [t for t in yaml.safe_load(text)["spec"]["templates"] if "containerSet" in t]
     asked = {c["name"]: c["resources"]["limits"].get("nvidia.com/gpu") for c in reload["containerSet"]["containers"]}
-    assert asked == {"store": None, "transfer": None, "buffer": None, "load": "1", "main": None}
+    assert asked == {"a-store": None, "b-transfer": None, "c-buffer": None, "d-load": "1", "main": None}
     assert reload["nodeSelector"] == {"gpu": "yes"}
     with pytest.raises(BadConfig, match="reload_from is 'triner', expected stage or trainer"):
         Shape("x", reload_from="triner")  # type: ignore[arg-type]
@@ -112,3 +113,28 @@ def test_unknown_field_of_a_shape_is_named(tmp_path: Path) -> None:
     (tmp_path / "odd.yaml").write_text("gpus: 8\n")
     with pytest.raises(BadConfig, match=r"odd\.yaml.*gpus.*trainer_gpus"):
         render.read_shapes(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "again"),
+    [
+        (75, "main: Error (exit code 75)", True),
+        (137, "main: OOMKilled (exit code 137)", True),
+        (64, "a-store: Error (exit code 143)", True),
+        (64, "b-transfer: Error (exit code 2)", True),
+        (64, 'c-buffer: Error (exit code 64): dependency "b-transfer" exited with non-zero code: 143', False),
+        (64, "d-load: Error (exit code 64): context canceled", True),
+        (64, "a-store: Error (exit code 65): it says (exit code 75)", False),
+        (65, "main: Error (exit code 65): a grader ended with (exit code 137)", False),
+        (70, "main: Error (exit code 70)", False),
+    ],
+)
+def test_what_is_tried_again(code: int, message: str, *, again: bool, rendered: dict[str, dict[str, Any]]) -> None:
+    """Fault: a pod that was taken away and counts as refused, or one that refused and is tried five times."""
+    (reload,) = [t for t in rendered["colchis-sync-cpu.yaml"]["spec"]["templates"] if "containerSet" in t]
+    last = {"exitCode": str(code), "message": message, "status": "Failed", "duration": "3"}
+    scope = {f"lastRetry.{name}": value for name, value in last.items()}
+    assert evaluate(reload["retryStrategy"]["expression"], scope) is again
+    assert list(reload["containerSet"]["containers"]) == sorted(
+        reload["containerSet"]["containers"], key=lambda container: container["name"]
+    ), "the message of the pod is that of the first one by name"

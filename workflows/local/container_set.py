@@ -49,10 +49,8 @@ class _Set:
             self.pod.node.outputs.exit_code = self.codes["main"]
         if self.stopped is not None:
             return Phase.FAILED, self.stopped, self.stopped
-        messages = [self.nodes[name].message for name, code in self.codes.items() if code != 0]
-        if self.codes.get("main"):
-            messages = [self.nodes["main"].message]
-        return (Phase.FAILED, messages[0], None) if messages else (Phase.SUCCEEDED, "", None)
+        failed = sorted(name for name, code in self.codes.items() if code != 0)  # a pod's status has them by name
+        return (Phase.FAILED, self.nodes[failed[0]].message, None) if failed else (Phase.SUCCEEDED, "", None)
 
     def _add_nodes(self) -> None:
         nodes, node = self.workflow.nodes, self.pod.node

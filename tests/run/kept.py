@@ -39,10 +39,11 @@ START_S = 240.0
 
 
 class Machine:
-    """One engine and its agent. Start them from the main thread: a child dies with the thread that started it."""
+    """One engine and its agent: SGLang where a model for it is given. Start them from the main thread: a child dies with the
+    thread that started it."""
 
-    def __init__(self, number: int, folder: Path, store_environment: dict[str, str]) -> None:
-        self.id, self.folder = f"main-{number}", folder / f"main-{number}"
+    def __init__(self, number: int, folder: Path, store_environment: dict[str, str], model: Path | None = None) -> None:
+        self.id, self.folder, self.model = f"main-{number}", folder / f"main-{number}", model
         self.staging = self.folder / "staging"
         self._port, self._agent_port = free_port(), free_port()
         self._environment = {**store_environment, "COLCHIS_AGENT_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
@@ -55,8 +56,8 @@ class Machine:
         return self._children[name].process.pid
 
     def kill(self, name: str) -> None:
-        """SIGKILL, and nothing comes after it."""
-        os.kill(self.pid(name), signal.SIGKILL)
+        """SIGKILL to all of its processes, and nothing comes after it."""
+        os.killpg(self.pid(name), signal.SIGKILL)
         self._children[name].process.wait()
 
     def freeze(self) -> None:
@@ -69,7 +70,7 @@ class Machine:
     def start(self, *, wait: bool = True) -> None:
         """Start whichever of the two does not run."""
         if self._ended("engine"):
-            argv = engine_command("embedded", port=self._port, model=None)
+            argv = engine_command("sglang" if self.model else "embedded", port=self._port, model=self.model)
             self._start("engine", argv)
         if self._ended("agent"):
             argv = [
@@ -147,13 +148,13 @@ class Services:
 
 
 @contextmanager
-def keep_services(folder: Path, *, machines: int = 2) -> Iterator[Services]:
-    """Start everything; end it with the block."""
+def keep_services(folder: Path, *, machines: int = 2, model: Path | None = None) -> Iterator[Services]:
+    """Start everything; end it with the block. `model`: what SGLang starts with, in place of embedded engines."""
     with ExitStack() as stack:
         weed = stack.enter_context(Weed(folder / "store"))
         port = int(weed.settings.endpoint.rpartition(":")[2])
         proxy = stack.enter_context(FaultProxy(("127.0.0.1", port)))
-        pool = [Machine(n, folder, weed.environment()) for n in range(machines)]
+        pool = [Machine(n, folder, weed.environment(), model) for n in range(machines)]
         for machine in pool:
             stack.enter_context(machine.engine_proxy)
             stack.enter_context(machine.agent_proxy)

@@ -14,7 +14,7 @@ from colchis.components.store import Payload, Store, Transfer, keys, read_input
 from colchis.components.weights.deadline import Deadline
 from colchis.components.weights.header import TensorSpan, read_header
 from colchis.components.weights.manifest import not_finite
-from colchis.components.weights.scan import in_parallel, scan
+from colchis.components.weights.scan import Scan, in_parallel, quick_scan, scan
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 """Files of a base model that hold weights or point to them: a version brings its own."""
@@ -27,7 +27,8 @@ Download = Callable[[Payload, Path], Transfer]
 def fetch_files(
     manifest: WeightsManifest, folder: Path, deadline: Deadline, download: Download
 ) -> tuple[list[Transfer], str]:
-    """A version's files into `folder`, and its weights digest: each file is read back from the disk while the next comes.
+    """A version's files into `folder`, and its weights digest: each file is read back from the disk while the next comes, and
+    compared by the fast checksum of each tensor. (Boundary 2 reads them again, and compares sha256 too.)
 
     Raises as `download` and `verify_files`; PeerUnavailable when the deadline has passed before the last file.
     """
@@ -38,7 +39,7 @@ def fetch_files(
             for payload in manifest.files:
                 deadline.check(f"fetch of weights v{manifest.version}", where=payload.key)
                 transfers.append(download(payload, folder / payload.name))
-                readings.append(reader.submit(verify_file, manifest, payload, folder))
+                readings.append(reader.submit(verify_file, manifest, payload, folder, quick=True))
             return transfers, weights_digest([entry for reading in readings for entry in reading.result()])
         except BaseException:
             reader.shutdown(cancel_futures=True)
@@ -77,14 +78,14 @@ def verify_files(manifest: WeightsManifest, folder: Path) -> str:
     return weights_digest([entry for payload in manifest.files for entry in verify_file(manifest, payload, folder)])
 
 
-def verify_file(manifest: WeightsManifest, payload: Payload, folder: Path) -> list[TensorEntry]:
-    """One file of a version; its tensors. Raises as `verify_files`."""
+def verify_file(manifest: WeightsManifest, payload: Payload, folder: Path, *, quick: bool = False) -> list[TensorEntry]:
+    """One file of a version; its tensors. `quick`: by xxh3-128 alone. Raises as `verify_files`."""
     path = folder / payload.name
     spans = {span.name: span for span in read_header(path)}
     entries = {t.name: t for t in manifest.tensors if t.file == payload.name}
     if strangers := sorted(spans.keys() ^ entries.keys()):
         raise BadData(f"{path.name} and its manifest disagree about tensor '{strangers[0]}'", where=str(path))
-    work: list[tuple[Path, TensorSpan, TensorEntry]] = []
+    work: list[tuple[TensorSpan, TensorEntry]] = []
     for name, span in spans.items():
         entry = entries[name]
         if (span.dtype, span.shape) != (entry.dtype, entry.shape):
@@ -93,22 +94,25 @@ def verify_file(manifest: WeightsManifest, payload: Payload, folder: Path) -> li
                 f"the manifest says {entry.dtype} {list(entry.shape)}",
                 where=str(path),
             )
-        work.append((path, span, entry))
-    return in_parallel(_verified, work)
+        work.append((span, entry))
+    return in_parallel(lambda pair: _verified(path, *pair, quick=quick), work)
 
 
-def _verified(item: tuple[Path, TensorSpan, TensorEntry]) -> TensorEntry:
-    path, span, entry = item
-    found = scan(path, span)
+def _verified(path: Path, span: TensorSpan, entry: TensorEntry, *, quick: bool) -> TensorEntry:
+    found = quick_scan(path, span) if quick else scan(path, span)
     if found.not_finite:
         raise not_finite(span.name, found.not_finite, str(path))
-    if (found.sha256, found.xxh3_128) != (entry.sha256, entry.xxh3_128):
-        raise BadData(
-            f"tensor '{span.name}' has other bytes than the manifest says: sha256 {found.sha256[:12]}, "
-            f"expected {entry.sha256[:12]}",
-            where=str(path),
-            hint="the staged copy was changed after it was fetched: prepare the version again",
-        )
+    pairs = [("xxh3-128", found.xxh3_128, entry.xxh3_128)]
+    if isinstance(found, Scan):
+        pairs.append(("sha256", found.sha256, entry.sha256))
+    for what, actual, expected in pairs:
+        if actual != expected:
+            raise BadData(
+                f"tensor '{span.name}' has other bytes than the manifest says: {what} {actual[:12]}, "
+                f"expected {expected[:12]}",
+                where=str(path),
+                hint="the staged copy was changed after it was fetched: prepare the version again",
+            )
     return entry
 
 

@@ -246,7 +246,9 @@ class Cluster:
                 raise TimeoutError(f"{name}: {len(addresses)} of {replicas} pods run after {deadline_s:.0f} s")
             yield addresses
         finally:
-            apps.patch_namespaced_stateful_set_scale(name, NAMESPACE, {"spec": {"replicas": 0}})
+            none = apps.patch_namespaced_stateful_set_scale(name, NAMESPACE, {"spec": {"replicas": 0}})
+            # whoever scales it up next must not take these pods for its own
+            self.wait_for_no_pods(none.status.selector, deadline_s=deadline_s)
 
     def ready_pods(self, names: Iterable[str], *, deadline_s: float) -> set[str]:
         """Those of these pods that are ready, as soon as all are, or at the deadline."""

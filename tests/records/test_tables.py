@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from itertools import accumulate, pairwise
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from colchis.components.errors import BadData
 from colchis.components.records import trajectories, verdicts
 from colchis.components.records.rows import Row, Rows, Split
-from colchis.components.records.trajectories import Segment, SegmentKind, Trajectory, VersionSpan
+from colchis.components.records.trajectories import Segment, SegmentKind, Trajectory, VersionSpan, joined
 from colchis.components.records.verdicts import Reason, Verdict
 
 TRAJECTORY = Trajectory(
@@ -179,3 +182,16 @@ def test_rows_refuse_duplicate_prompts_and_an_empty_split():
         Rows((Row(7, "a", "1"),))
     with pytest.raises(BadData, match="row 0: the prompt is empty"):
         Rows((Row(0, "", "1"),))
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=8))
+def test_joined_spans_say_the_same_of_every_token_in_as_few_as_can_be(pieces: list[tuple[int, int]]) -> None:
+    """Catches a span without tokens, which an engine reports when an update comes between two of them, and a seam that hides
+    that two spans are of one version."""
+    ends = list(accumulate(length for _, length in pieces))
+    spans = [VersionSpan(version, end - length, end) for (version, length), end in zip(pieces, ends, strict=True)]
+    found = joined(spans)
+    by_token = [version for version, length in pieces for _ in range(length)]
+    assert [span.version for span in found for _ in range(span.start, span.end)] == by_token
+    assert all(span.start < span.end for span in found)
+    assert all(a.end == b.start and a.version != b.version for a, b in pairwise(found))

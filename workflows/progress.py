@@ -56,7 +56,7 @@ def follow(run: LocalRun, *, as_json: bool = False) -> int:
 
 
 def exit_code(result: WorkflowResult, logs: Path) -> int:
-    """What the failed stage said itself; else its process's code. A set of containers has only Argo's 64."""
+    """What the failed stage said itself; else its process's code, which a set of containers has in its message."""
     said = last_error(logs)
     if said is not None and said.exit_code:
         return said.exit_code

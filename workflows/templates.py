@@ -40,11 +40,12 @@ that failed first (see `BOUNDARIES`), so `RETRY` reads the code there as well.""
 RETRY = RetryStrategy(
     limit="5",
     retry_policy="Always",
-    backoff=m.Backoff(duration="2s", factor="2", max_duration="5m"),
+    backoff=m.Backoff(duration="2s", factor="2"),  # a max_duration would count, and end, the stage's own time as well
     expression=(
         f"lastRetry.status == 'Error' || (asInt(lastRetry.exitCode) in {TAKEN_AWAY})"
         f" || lastRetry.message matches '^[^(]*[(]exit code ({'|'.join(map(str, TAKEN_AWAY))})[)]'"
         " || lastRetry.message contains 'context canceled'"  # terminated while the executor starts the program: 64
+        " || lastRetry.message matches 'node shutdown|low on resource'"  # what the kubelet itself says of a pod that it ends
     ),
 )
 

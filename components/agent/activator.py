@@ -114,8 +114,8 @@ class Activator:
             assert offer is not None
             find_sender(offer)
             return FromSender(self._engine, held, offer, self._staging.folder / "group", self._check_in)
-        if not self._staging.unchanged(held):
-            self._staging.reread(held)
+        if not (held.sha256_compared and self._staging.unchanged(held)):
+            held = self._staging.reread(held)
         return FromDisk(self._engine, self._staging, held, self._seen_by_engine(self._staging.live), self._check_in)
 
     def _activate_adapter(

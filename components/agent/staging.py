@@ -17,7 +17,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
@@ -54,6 +54,8 @@ class Staged:
     """Of the files when they were read: a change of any means that they must be read again."""
     transfers: tuple[Transfer, ...]
     """What fetching it cost; empty when an earlier agent fetched it."""
+    sha256_compared: bool = field(compare=False)
+    """Of every tensor; not yet while it was compared by xxh3-128 alone, as it arrived."""
 
     @property
     def place(self) -> Place:
@@ -132,7 +134,7 @@ class Staging:
             raise BadData(
                 f"weights v{version} of run '{run}' are not prepared here", where=str(folder), hint="call prepare first"
             )
-        return self._admit(manifest, folder, verify_files(manifest, folder), ())
+        return self._admit(manifest, folder, verify_files(manifest, folder))
 
     def versions(self) -> dict[str, list[int]]:
         """Run -> its staged, verified versions."""
@@ -161,7 +163,7 @@ class Staging:
         _unlink_link(folder)
         if manifest_in(folder) == manifest:  # an earlier agent fetched it
             try:
-                return self._admit(manifest, folder, verify_files(manifest, folder), ()), True
+                return self._admit(manifest, folder, verify_files(manifest, folder)), True
             except BadData as damage:
                 log.warning("staged weights v%d of run '%s' are fetched again: %s", version, run, damage)
 
@@ -185,7 +187,7 @@ class Staging:
             if self.cache is not None and isinstance(error, BadData):
                 self.cache.forget(manifest.files)
             raise
-        return self._admit(manifest, folder, digest, tuple(transfers)), False
+        return self._admit(manifest, folder, digest, tuple(transfers), sha256_compared=False), False
 
     def check(self, store: Store, manifest: WeightsManifest, deadline: Deadline) -> list[Path]:
         """Refuse a manifest that is not of this model, before anything of the version moves. The files of the model's
@@ -202,7 +204,7 @@ class Staging:
         return self.find(run, version) is not None or manifest_in(self._path(run, version)) is not None
 
     def reread(self, staged: Staged) -> Staged:
-        """The version after its bytes were read again; call it under its lock. BadData when they changed."""
+        """The version after its bytes were read again, by both hashes; call it under its lock. BadData when they changed."""
         try:
             digest = verify_files(staged.manifest, staged.folder)
         except BadData:
@@ -210,6 +212,8 @@ class Staging:
             shutil.rmtree(staged.folder, ignore_errors=True)
             raise
         assert digest == staged.digest
+        staged = replace(staged, sha256_compared=True)
+        self._staged[staged.place] = staged
         return staged
 
     def unchanged(self, staged: Staged) -> bool:
@@ -242,8 +246,16 @@ class Staging:
                     removed.append((run, version))
         return removed
 
-    def _admit(self, manifest: WeightsManifest, folder: Path, digest: str, transfers: tuple[Transfer, ...]) -> Staged:
-        """A version whose files were verified a moment ago: they are `digest`, which is the manifest's."""
+    def _admit(
+        self,
+        manifest: WeightsManifest,
+        folder: Path,
+        digest: str,
+        transfers: tuple[Transfer, ...] = (),
+        *,
+        sha256_compared: bool = True,
+    ) -> Staged:
+        """A version whose files were compared with its manifest a moment ago; `digest` is that of both."""
         staged = Staged(
             manifest=manifest,
             folder=folder,
@@ -252,6 +264,7 @@ class Staging:
             vocabulary=vocabulary(folder / "config.json"),
             signature=_signature(folder),
             transfers=transfers,
+            sha256_compared=sha256_compared,
         )
         self._staged[staged.place] = staged
         return staged
@@ -284,7 +297,7 @@ class Staging:
             return fetch_files(manifest, filling, deadline, download)
         finally:
             file.unlink(missing_ok=True)
-        return [transfer], verify_files(manifest, filling)
+        return [transfer], verify_files(manifest, filling, sha256=False)
 
     def _borrow(self, manifest: WeightsManifest, filling: Path) -> None:
         """Link files that a staged version has under the same checksums: a version of kind `same` moves no byte."""

@@ -66,7 +66,7 @@ def engine_tensors(names: Sequence[str], config: Mapping[str, Any]) -> frozenset
 def predict(folder: Path, verified: Mapping[str, str] | None = None) -> Prediction | None:
     """The checksums that an engine at tensor parallelism 1 on a CPU reports after it has loaded `folder`.
 
-    `verified`: sha256 by tensor, of whoever has just read these files; what is not stacked is not read again.
+    `verified`: sha256 by tensor, by a manifest that these files agree with; what is not stacked is not read again.
     None when they cannot be predicted: a family that is not known, or floating types that are mixed (the engine casts
     them). BadData when the folder is not readable or a stacked tensor is incomplete.
     """

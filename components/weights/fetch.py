@@ -14,7 +14,7 @@ from colchis.components.store import Payload, Store, Transfer, keys, read_input
 from colchis.components.weights.deadline import Deadline
 from colchis.components.weights.header import TensorSpan, read_header
 from colchis.components.weights.manifest import not_finite
-from colchis.components.weights.scan import Scan, in_parallel, quick_scan, scan
+from colchis.components.weights.scan import in_parallel, scan
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 """Files of a base model that hold weights or point to them: a version brings its own."""
@@ -27,8 +27,9 @@ Download = Callable[[Payload, Path], Transfer]
 def fetch_files(
     manifest: WeightsManifest, folder: Path, deadline: Deadline, download: Download
 ) -> tuple[list[Transfer], str]:
-    """A version's files into `folder`, and its weights digest: each file is read back from the disk while the next comes, and
-    compared by the fast checksum of each tensor. (Boundary 2 reads them again, and compares sha256 too.)
+    """A version's files into `folder`, and the weights digest of the manifest that they agree with: each file is read back from
+    the disk while the next comes, and compared by xxh3-128 of every tensor. Compare sha256 too (`verify_files`) before
+    anything is served.
 
     Raises as `download` and `verify_files`; PeerUnavailable when the deadline has passed before the last file.
     """
@@ -39,7 +40,7 @@ def fetch_files(
             for payload in manifest.files:
                 deadline.check(f"fetch of weights v{manifest.version}", where=payload.key)
                 transfers.append(download(payload, folder / payload.name))
-                readings.append(reader.submit(verify_file, manifest, payload, folder, quick=True))
+                readings.append(reader.submit(verify_file, manifest, payload, folder, sha256=False))
             return transfers, weights_digest([entry for reading in readings for entry in reading.result()])
         except BaseException:
             reader.shutdown(cancel_futures=True)
@@ -70,16 +71,18 @@ def write_index(manifest: WeightsManifest, folder: Path) -> None:
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, sort_keys=True))
 
 
-def verify_files(manifest: WeightsManifest, folder: Path) -> str:
-    """Read every byte of a version back from the disk; returns its weights digest, which is the manifest's.
+def verify_files(manifest: WeightsManifest, folder: Path, *, sha256: bool = True) -> str:
+    """Read every byte of a version back from the disk; returns its weights digest, which is the manifest's. `sha256`: compare
+    that beside xxh3-128.
 
     BadData names the file or tensor: missing, misplaced, of another type, shape or content, or not finite.
     """
-    return weights_digest([entry for payload in manifest.files for entry in verify_file(manifest, payload, folder)])
+    files = [verify_file(manifest, payload, folder, sha256=sha256) for payload in manifest.files]
+    return weights_digest([entry for file in files for entry in file])
 
 
-def verify_file(manifest: WeightsManifest, payload: Payload, folder: Path, *, quick: bool = False) -> list[TensorEntry]:
-    """One file of a version; its tensors. `quick`: by xxh3-128 alone. Raises as `verify_files`."""
+def verify_file(manifest: WeightsManifest, payload: Payload, folder: Path, *, sha256: bool = True) -> list[TensorEntry]:
+    """One file of a version; its tensors. Raises as `verify_files`."""
     path = folder / payload.name
     spans = {span.name: span for span in read_header(path)}
     entries = {t.name: t for t in manifest.tensors if t.file == payload.name}
@@ -95,18 +98,16 @@ def verify_file(manifest: WeightsManifest, payload: Payload, folder: Path, *, qu
                 where=str(path),
             )
         work.append((span, entry))
-    return in_parallel(lambda pair: _verified(path, *pair, quick=quick), work)
+    return in_parallel(lambda pair: _verified(path, *pair, sha256=sha256), work)
 
 
-def _verified(path: Path, span: TensorSpan, entry: TensorEntry, *, quick: bool) -> TensorEntry:
-    found = quick_scan(path, span) if quick else scan(path, span)
+def _verified(path: Path, span: TensorSpan, entry: TensorEntry, *, sha256: bool) -> TensorEntry:
+    found = scan(path, span, sha256=sha256)
     if found.not_finite:
         raise not_finite(span.name, found.not_finite, str(path))
-    pairs = [("xxh3-128", found.xxh3_128, entry.xxh3_128)]
-    if isinstance(found, Scan):
-        pairs.append(("sha256", found.sha256, entry.sha256))
-    for what, actual, expected in pairs:
-        if actual != expected:
+    hashes = [("xxh3-128", found.xxh3_128, entry.xxh3_128), ("sha256", found.sha256, entry.sha256)]
+    for what, actual, expected in hashes:
+        if actual is not None and actual != expected:
             raise BadData(
                 f"tensor '{span.name}' has other bytes than the manifest says: {what} {actual[:12]}, "
                 f"expected {expected[:12]}",

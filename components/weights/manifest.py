@@ -13,7 +13,7 @@ from colchis.components.errors import BadData
 from colchis.components.records.weights import TensorEntry, WeightsManifest, weights_digest
 from colchis.components.store.payload import Payload
 from colchis.components.weights.architecture import EMBEDDING, HEAD, expected_shapes, is_tied
-from colchis.components.weights.header import LARGEST_HEADER_BYTES, read_header
+from colchis.components.weights.header import LARGEST_HEADER_BYTES, TensorSpan, read_header
 from colchis.components.weights.scan import in_parallel, scan
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
@@ -29,23 +29,23 @@ def describe(files: Sequence[Path]) -> list[TensorEntry]:
     for path, span in spans:
         if (other := seen.setdefault(span.name, path)) is not path:
             raise BadData(f"tensor '{span.name}' is in {other.name} and in {path.name}", where=str(path))
-    scans = in_parallel(lambda pair: scan(*pair), spans)
-    for (path, span), found in zip(spans, scans, strict=True):
-        if found.not_finite:
-            raise not_finite(span.name, found.not_finite, str(path))
-    entries = [
-        TensorEntry(
-            name=span.name,
-            dtype=span.dtype,
-            shape=span.shape,
-            bytes=span.bytes,
-            file=path.name,
-            sha256=found.sha256,
-            xxh3_128=found.xxh3_128,
-        )
-        for (path, span), found in zip(spans, scans, strict=True)
-    ]
-    return sorted(entries, key=lambda entry: entry.name)
+    return sorted(in_parallel(lambda pair: _entry(*pair), spans), key=lambda entry: entry.name)
+
+
+def _entry(path: Path, span: TensorSpan) -> TensorEntry:
+    found = scan(path, span)
+    assert found.sha256 is not None
+    if found.not_finite:
+        raise not_finite(span.name, found.not_finite, str(path))
+    return TensorEntry(
+        name=span.name,
+        dtype=span.dtype,
+        shape=span.shape,
+        bytes=span.bytes,
+        file=path.name,
+        sha256=found.sha256,
+        xxh3_128=found.xxh3_128,
+    )
 
 
 @contextmanager

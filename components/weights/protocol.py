@@ -114,8 +114,8 @@ class Prepared(Message):
 
     version: int
     weights_digest: str
-    """Of the staged copy, read back from the disk: the version's, or its adapter's where the engine serves that. Where a sender
-    has the copy, the manifest's."""
+    """Of the manifest that the staged copy, read back from the disk, agrees with: the version's, or its adapter's where the
+    engine serves that. Where a sender has the copy, the manifest's."""
     adapter: str | None = None
     """Name of the adapter, where that was staged."""
     bytes: int

@@ -262,6 +262,36 @@ def test_nan_in_the_store_is_refused(store: Store, versions: Versions, agent: Ag
         agent.prepare(3)
 
 
+@pytest.mark.parametrize("hash_name", ["xxh3_128", "sha256"])
+def test_either_hash_is_compared_before_a_version_is_served(
+    hash_name: str, store: Store, versions: Versions, agent: AgentProcess, engine: EngineProcess, tmp_path: Path
+) -> None:
+    """Catches a version of which sha256 was never compared: it arrives by xxh3-128 alone. Of a stacked tensor no checksum of
+    the engine would tell."""
+    agent.bring(0)
+    write_weights(tmp_path / "model.safetensors", arrays_of(versions.config, 3))
+    publish_version(store, tmp_path, model=versions.model, version=3, run=versions.run)
+    manifest = read_manifest(store, versions.run, 3)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors = [
+        t.model_copy(update={hash_name: getattr(t, hash_name)[::-1]}) if t.name == name else t for t in manifest.tensors
+    ]
+    changed = manifest.model_copy(update={"tensors": tensors, "weights_digest": weights_digest(tensors)})
+    store.put(keys.weights_manifest(versions.run, 3), changed.to_bytes())
+    if hash_name == "xxh3_128":
+        with pytest.raises(BadData, match=f"'{name}' has other bytes .* xxh3-128"):
+            agent.prepare(3)
+    else:
+        agent.prepare(3)
+        with pytest.raises(BadData, match=f"'{name}' has other bytes .* sha256"):
+            agent.ask(lambda a: a.verify(Verify(run=versions.run, version=3, deadline_s=DEADLINE_S)))
+        agent.prepare(3)
+        with pytest.raises(BadData, match=f"'{name}' has other bytes .* sha256"):
+            agent.activate(3)  # as for an engine that joins late: no boundary 2 was passed
+    assert engine.label() == "0"
+    assert agent.status().ready
+
+
 def test_a_scribbled_buffer_is_not_loaded(versions: Versions, agent: AgentProcess, engine: EngineProcess) -> None:
     """Boundary 2: catches a load of bytes that are not the ones that were verified."""
     agent.bring(0)

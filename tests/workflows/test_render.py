@@ -124,6 +124,9 @@ def test_unknown_field_of_a_shape_is_named(tmp_path: Path) -> None:
         (64, "b-transfer: Error (exit code 2)", True),
         (64, 'c-buffer: Error (exit code 64): dependency "b-transfer" exited with non-zero code: 143', False),
         (64, "d-load: Error (exit code 64): context canceled", True),
+        (64, "Pod was terminated in response to imminent node shutdown.", True),
+        (64, "The node was low on resource: ephemeral-storage.", True),
+        (64, "Pod was active on the node longer than the specified deadline", False),
         (64, "a-store: Error (exit code 65): it says (exit code 75)", False),
         (65, "main: Error (exit code 65): a grader ended with (exit code 137)", False),
         (70, "main: Error (exit code 70)", False),
@@ -138,3 +141,11 @@ def test_what_is_tried_again(code: int, message: str, *, again: bool, rendered: 
     assert list(reload["containerSet"]["containers"]) == sorted(
         reload["containerSet"]["containers"], key=lambda container: container["name"]
     ), "the message of the pod is that of the first one by name"
+
+
+def test_no_retry_ends_with_the_time_that_the_stage_itself_takes(rendered: dict[str, dict[str, Any]]) -> None:
+    """Fault: `maxDuration` counts from the first attempt's start and is the deadline of the next one too, so that a stage that
+    had run longer was not tried again when its node was drained."""
+    for template in rendered.values():
+        for t in template["spec"]["templates"]:
+            assert "maxDuration" not in t.get("retryStrategy", {}).get("backoff", {}), t["name"]

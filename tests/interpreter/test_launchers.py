@@ -198,19 +198,23 @@ def test_a_spare_child_that_dies_is_replaced(tmp_path: Path) -> None:
 
     async def go() -> list[int]:
         launcher = toy_launcher()
-        codes = []
+        codes, before = list[int](), set[int]()
         try:
             for i in range(3):
                 process = await launcher.start(command(tmp_path / str(i), *toy("sleep", "60")))
                 parent = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[1])
                 children = Path(f"/proc/{parent}/task/{parent}/children")
-                await until(lambda path=children: len(path.read_text().split()) == 2)
-                spare = next(int(pid) for pid in children.read_text().split() if int(pid) != process.pid)
+                known = {process.pid, *before}  # a command that has just ended may still be a child
+                await until(lambda path=children, known=known: bool(set(map(int, path.read_text().split())) - known))
+                (spare,) = set(map(int, children.read_text().split())) - known
+                before = {*known, spare}
                 os.kill(spare, signal.SIGKILL)
                 process.signal(signal.SIGKILL)
                 codes.append(await asyncio.wait_for(process.wait(), 30))
                 await until(lambda pid=spare: not alive(pid))
-                codes.append((await run(launcher, tmp_path / f"after-{i}", *toy("return", "5")))[0])
+                after = await launcher.start(command(tmp_path / f"after-{i}", *toy("return", "5")))
+                before.add(after.pid)
+                codes.append(await asyncio.wait_for(after.wait(), 30))
         finally:
             await launcher.close()
         return codes

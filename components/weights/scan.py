@@ -70,7 +70,7 @@ def _read_fully(read: Callable[[int], bytes | None], length: int) -> bytes:
 
 
 def scan(path: Path, span: TensorSpan, *, sha256: bool = True) -> Scan:
-    """Hashes and finiteness of one tensor; without `sha256` in a quarter of the time."""
+    """Hashes and finiteness of one tensor. Most of the time goes into sha256."""
     secure, fast, not_finite = hashlib.sha256() if sha256 else None, xxhash.xxh3_128(), 0
     for piece in chunks(path, span.start, span.bytes):
         if secure is not None:

@@ -149,11 +149,15 @@ def address(url: str) -> tuple[str, int]:
 
 @dataclass
 class Flight:
-    """A streamed request; `messages` grows while it runs."""
+    """A streamed request; `messages` grows while it runs.
+
+    What arrives is parsed when it is asked for: each message has all tokens so far, and to parse every one would take this
+    process, which also is the proxy before the engine, so long that requests end before the pause that shall meet them.
+    """
 
     engine: EngineProcess
     body: dict[str, Any]
-    messages: list[dict[str, Any]] = field(default_factory=list)
+    _lines: list[str] = field(default_factory=list)
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _over: bool = False
     _thread: threading.Thread | None = None
@@ -172,7 +176,7 @@ class Flight:
                     data = line.removeprefix("data: ")
                     if data and data != "[DONE]":
                         with self._changed:
-                            self.messages.append(json.loads(data))
+                            self._lines.append(data)
                             self._changed.notify_all()
         finally:
             with self._changed:
@@ -180,9 +184,14 @@ class Flight:
                 self._changed.notify_all()
 
     @property
+    def messages(self) -> list[dict[str, Any]]:
+        """All so far, in order."""
+        return [json.loads(line) for line in self._lines]
+
+    @property
     def tokens(self) -> int:
         """Drawn so far, as the client has seen."""
-        return len(self.messages[-1]["output_ids"]) if self.messages else 0
+        return len(json.loads(self._lines[-1])["output_ids"]) if self._lines else 0
 
     @property
     def over(self) -> bool:
@@ -196,8 +205,8 @@ class Flight:
     def answer(self, deadline_s: float = 60) -> dict[str, Any]:
         """The last message: the whole answer."""
         self.wait(lambda flight: flight.over, deadline_s)
-        assert self.messages, "the stream ended without an answer"
-        return self.messages[-1]
+        assert self._lines, "the stream ended without an answer"
+        return dict(json.loads(self._lines[-1]))
 
 
 @pytest.fixture

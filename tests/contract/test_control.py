@@ -152,7 +152,7 @@ def test_an_update_may_abort_what_runs(kind: str, engine: EngineProcess, models:
 
 def test_abort_request_ends_only_the_named_one(engine: EngineProcess, fly: Fly) -> None:
     """Catches aborts that hit neighbours, and an error for a request that has just ended by itself."""
-    mine, other = fly(900, rid="mine"), fly(300, rid="other")
+    mine, other = fly(900, rid="mine"), fly(600, rid="other")
     assert engine.client.post("/abort_request", json={"rid": "nobody"}).status_code == 200
     assert engine.client.post("/abort_request", json={"rid": "mine"}).status_code == 200
     assert mine.answer()["meta_info"]["finish_reason"]["type"] == "abort"
@@ -161,7 +161,7 @@ def test_abort_request_ends_only_the_named_one(engine: EngineProcess, fly: Fly) 
 
 def test_a_flush_is_refused_while_requests_run_and_can_wait_for_them(engine: EngineProcess, fly: Fly) -> None:
     """Catches a flush that is acknowledged and did not happen."""
-    flight = fly(300)
+    flight = fly(600)
     reply = engine.client.post("/flush_cache")
     assert reply.status_code == 400
     assert not flight.over
@@ -171,11 +171,11 @@ def test_a_flush_is_refused_while_requests_run_and_can_wait_for_them(engine: Eng
 
 def test_a_flush_works_in_a_pause_by_retraction(engine: EngineProcess, fly: Fly) -> None:
     """Catches requests put back in the queue that block the flush which the pause was made for."""
-    flight = fly(300)
+    flight = fly(600)
     pause(engine, "retract")
     assert engine.client.post("/flush_cache").status_code == 200
     resume(engine)
-    assert len(flight.answer()["output_ids"]) == 300
+    assert len(flight.answer()["output_ids"]) == 600
 
 
 def test_a_label_moves_only_when_it_is_sent(engine: EngineProcess, models: dict[str, Path]) -> None:
@@ -191,14 +191,14 @@ def test_a_label_moves_only_when_it_is_sent(engine: EngineProcess, models: dict[
 
 def test_a_label_can_change_without_an_abort(engine: EngineProcess, fly: Fly) -> None:
     """Catches a default: without `abort_all_requests: false` the change of a name ends every request."""
-    flight = fly(200)
+    flight = fly(600)
     body = {"new_version": "7", "abort_all_requests": False}
     assert engine.client.post("/update_weight_version", json=body).status_code == 200
     answer = flight.answer()
     assert answer["meta_info"]["finish_reason"]["type"] == "length"
     spans = answer["meta_info"]["weight_versions"]
     assert [span["version"] for span in spans] == ["0", "7"]
-    assert (spans[0]["start"], spans[0]["end"], spans[1]["end"]) == (0, spans[1]["start"], 200)
+    assert (spans[0]["start"], spans[0]["end"], spans[1]["end"]) == (0, spans[1]["start"], 600)
     flight = fly(900)
     assert engine.client.post("/update_weight_version", json={"new_version": "8"}).status_code == 200
     assert flight.answer()["meta_info"]["finish_reason"]["type"] == "abort"

@@ -66,7 +66,7 @@ def test_requests_in_flight(replica: Replica, fly: Fly, mode: Literal["retract",
     """Fault: requests that are lost in a reload, tokens under a name that is not proven, and a flush that is refused
     because requests run: the reload would fail whenever there is traffic."""
     with held_activation(replica, 1, at="/pause_generation", pause=mode) as (hold, activation):
-        flights = [fly(500, prompt=[5, 3, place]) for place in (2, 3)]
+        flights = [fly(900, prompt=[5, 3, place]) for place in (2, 3)]
         hold.open.set()
         proof = activation.result()
     assert (proof.checksums_equal, proof.flush, proof.version_reported) == (True, True, "1")
@@ -76,7 +76,7 @@ def test_requests_in_flight(replica: Replica, fly: Fly, mode: Literal["retract",
         spans = meta["weight_versions"]
         assert (spans[0]["start"], spans[-1]["end"]) == (0, len(answer["output_ids"]))
         if mode == "retract":
-            assert (meta["finish_reason"]["type"], len(answer["output_ids"])) == ("length", 500)
+            assert (meta["finish_reason"]["type"], len(answer["output_ids"])) == ("length", 900)
             assert replica.drawn_by(answer) == [0, 1]
         else:
             assert meta["finish_reason"]["type"] == "abort"

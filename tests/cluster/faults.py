@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 import pytest
+
+from tests.waiting import eventually
 
 RUN = Path("/run/colchis")
 """The harness's folder inside the cluster (harness/inner.sh): pids of its parts, and marks that hold them back."""
@@ -29,20 +31,13 @@ def killed(part: Part) -> Iterator[None]:
     mark.touch()
     os.kill(int(pid.read_text()), signal.SIGKILL)
     try:
-        _wait_until(lambda: not pid.read_text().strip(), f"the end of {part} was not seen")
+        eventually(lambda: not pid.read_text().strip(), f"the end of {part} is seen", deadline_s=30)
         yield
     finally:
         mark.unlink()
-        _wait_until(lambda: bool(pid.read_text().strip()), f"{part} was not started again")
+        eventually(lambda: bool(pid.read_text().strip()), f"{part} is started again", deadline_s=30)
         if part == "apiserver":
             _wait_for_api()
-
-
-def _wait_until(condition: Callable[[], bool], failure: str, deadline_s: float = 30.0) -> None:
-    until = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < until, failure
-        time.sleep(0.05)
 
 
 def _wait_for_api(deadline_s: float = 120.0) -> None:

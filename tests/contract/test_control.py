@@ -12,8 +12,9 @@ import pytest
 
 from colchis.components.agent.engine import DIRTY
 from tests.contract.conftest import SGLANG, Flight
-from tests.engine.processes import EngineProcess, wait_for
+from tests.engine.processes import EngineProcess
 from tests.engine.test_logprobs import reference
+from tests.waiting import eventually
 
 Fly = Callable[..., Flight]
 
@@ -209,7 +210,7 @@ def test_a_client_that_hangs_up_frees_its_place(engine: EngineProcess) -> None:
     body = {"input_ids": [2, 2], "sampling_params": {"max_new_tokens": 1000, "ignore_eos": True}, "stream": True}
     with httpx.stream("POST", f"{engine.url}/generate", json=body, timeout=60) as reply:
         next(reply.iter_lines())
-    wait_for(lambda: engine.client.post("/flush_cache").status_code == 200, 5)
+    eventually(lambda: engine.client.post("/flush_cache").status_code == 200, "its place is free", deadline_s=5)
 
 
 def test_metrics_that_dashboards_use_are_there(engine: EngineProcess) -> None:

@@ -26,9 +26,10 @@ from colchis.components.weights.protocol import Probe
 from tests.contract.conftest import EMBEDDED, Flight
 from tests.contract.replica import Replica
 from tests.contract.test_weights import checksums, differences
-from tests.engine.processes import VOCAB, EngineProcess, wait_for
+from tests.engine.processes import VOCAB, EngineProcess
 from tests.engine.test_logprobs import reference
 from tests.engine.test_refusals import Tensors, missing, nan, wrong_shape
+from tests.waiting import eventually
 
 
 def survives(engine: EngineProcess, order: Callable[[], httpx.Response]) -> httpx.Response | None:
@@ -43,7 +44,7 @@ def survives(engine: EngineProcess, order: Callable[[], httpx.Response]) -> http
             reply = None
         else:
             return reply
-    wait_for(lambda: gone(engine), 60)
+    eventually(lambda: gone(engine), "it has ended")
     return None
 
 

@@ -18,10 +18,10 @@ from colchis.components.weights.protocol import Activate, Activated, EngineState
 from colchis.components.weights.publish import read_manifest
 from tests.agent.conftest import DEADLINE_S
 from tests.agent.sending import SenderProcess
-from tests.agent.test_faults import eventually
 from tests.contract.conftest import EMBEDDED, Flight
 from tests.contract.replica import Replica, holding, scaled, tensors_of
 from tests.contract.test_reload import CLOSE
+from tests.waiting import eventually
 
 RECEIVE = "/update_weights_from_distributed"
 

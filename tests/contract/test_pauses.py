@@ -14,8 +14,8 @@ from colchis.components.errors import BadData, ColchisError, PeerUnavailable
 from colchis.components.rollout import Wanted
 from colchis.components.weights.protocol import Activate, EngineState
 from tests.agent.conftest import DEADLINE_S, TOKEN
-from tests.agent.test_faults import eventually
 from tests.contract.replica import LOAD, TOKENS, Replica, another_agent, held_activation, holding, scaled
+from tests.waiting import eventually
 
 CLOCK = Path(__file__).parents[1] / "run/clock"
 DAY_S = 86400

@@ -18,7 +18,7 @@ from colchis.components.weights.manifest import describe
 from colchis.components.weights.protocol import EngineState
 from tests.contract.replica import TOKENS, Replica, held_proof, scaled
 from tests.contract.test_rollout import SAMPLES, check, rolling
-from tests.engine.processes import wait_for
+from tests.waiting import eventually
 
 
 def test_tokens_are_drawn_while_the_load_is_proven(replica: Replica, models: dict[str, Path]) -> None:
@@ -37,7 +37,7 @@ def test_tokens_are_drawn_while_the_load_is_proven(replica: Replica, models: dic
         assert (status.state, status.version, status.ready) == (EngineState.ACTIVATING, None, False)
         assert mark not in status.proven
         assert replica.agent.ready().status_code == 503
-        wait_for(lambda: not replica.engine.busy(), 60)
+        eventually(lambda: not replica.engine.busy(), "nothing is in flight")
         assert not rolled.done()
         hold.open.set()
         proof = activation.result()
@@ -67,7 +67,7 @@ def test_tokens_of_a_load_that_is_not_proven_are_refused(
     with rolling(replica.engine, models["qwen2_a"], Wanted.at_least(0), "drop", agent=replica.agent) as rolled:
         with held_proof(replica, 1, change_the_copy) as (hold, activation):
             mark = replica.label
-            wait_for(lambda: not replica.engine.busy(), 60)
+            eventually(lambda: not replica.engine.busy(), "nothing is in flight")
             hold.open.set()
             with pytest.raises(BadData, match=r"\d+ of the engine's tensors are not those of weights v1"):
                 activation.result()

@@ -18,10 +18,10 @@ from colchis.components.weights import Agents, activate_all, prepare_all, read_m
 from colchis.components.weights.manifest import build
 from colchis.components.weights.publish import publish
 from tests.agent.conftest import DEADLINE_S, TOKEN
-from tests.agent.test_faults import eventually
 from tests.contract.replica import TOKENS, Replica, another_agent, holding, scaled, tensors_of
 from tests.faults import Fault
 from tests.run.test_wrong_weights import join
+from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,9 +14,9 @@ import pytest
 from colchis.components.errors import BadData
 from colchis.components.weights.labels import unproven
 from colchis.components.weights.protocol import EngineState, Probe
-from tests.agent.test_faults import eventually
 from tests.contract.conftest import EMBEDDED, Flight
 from tests.contract.replica import Replica, held_activation
+from tests.waiting import eventually
 
 CLOSE = 2e-5
 """Between two float32 implementations of one model."""

@@ -22,12 +22,12 @@ from colchis.components.weights.protocol import EngineState, Verify
 from colchis.workflows.local.ports import free_port
 from colchis.workflows.local.services import Child
 from tests.agent.conftest import AgentProcess
-from tests.agent.test_faults import eventually
 from tests.contract.conftest import EMBEDDED, START_S, address
 from tests.contract.replica import LOAD, Replica, Versions, holding
 from tests.contract.test_rollout import check, rolling
 from tests.engine.processes import EngineProcess, client_of
 from tests.faults import FaultProxy
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(900)
 

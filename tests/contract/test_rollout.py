@@ -21,8 +21,9 @@ from colchis.components.records.trajectories import Trajectory
 from colchis.components.rollout import Engines, PromptGroup, RolloutStats, Sampling, Wanted, rollout_groups
 from tests.agent.conftest import TOKEN, AgentProcess
 from tests.contract.test_control import pause, resume
-from tests.engine.processes import EngineProcess, wait_for
+from tests.engine.processes import EngineProcess
 from tests.engine.test_logprobs import reference
+from tests.waiting import eventually
 
 TOKENS, SAMPLES = 600, 4
 
@@ -125,7 +126,7 @@ def rolling(
                 rolled.result()
             return engine.busy()
 
-        wait_for(begun)
+        eventually(begun, "it has begun")
         running.wait(0.15)
         yield rolled
 
@@ -168,7 +169,7 @@ def test_exactly_one_version_refuses_what_an_update_split(engine: EngineProcess,
         pause(engine, "retract")
         assert engine.update(models["qwen2_b"], weight_version="1", flush_cache=True).status_code == 200
         resume(engine)
-        wait_for(lambda: not engine.busy(), 60)
+        eventually(lambda: not engine.busy(), "nothing is in flight")
         assert not rolled.done(), "no engine serves version 0 now, so it waits"
         assert engine.update(models["qwen2_a"], weight_version="0", flush_cache=True).status_code == 200
         group, stats = rolled.result(120)

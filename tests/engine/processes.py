@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -64,14 +63,6 @@ class EngineProcess:
     def checksum(self) -> str:
         digest: str = self.client.post("/weights_checker", json={"action": "checksum"}).json()["per_engine_checksum"]
         return digest
-
-
-def wait_for(condition: Callable[[], bool], deadline_s: float = 30.0) -> None:
-    """For what happens inside the engine and is seen only by asking."""
-    deadline = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.002)
 
 
 def client_of(url: str) -> httpx.Client:

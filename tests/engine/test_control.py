@@ -16,7 +16,8 @@ from urllib.parse import urlsplit
 import httpx
 import torch
 
-from tests.engine.processes import EngineProcess, wait_for
+from tests.engine.processes import EngineProcess
+from tests.waiting import eventually
 
 LONG_TOKENS = 900
 
@@ -34,7 +35,7 @@ def in_flight(engine: EngineProcess, count: int = 1, **extra: Any) -> Iterator[l
             )
             for place in range(count)
         ]
-        wait_for(lambda: engine.produced() > before + 5 * count)
+        eventually(lambda: engine.produced() > before + 5 * count, "all of them draw tokens")
         yield futures
 
 
@@ -101,11 +102,11 @@ def test_a_client_that_hangs_up_frees_its_rows(engine: EngineProcess) -> None:
     address = urlsplit(engine.url)
     with socket.create_connection((address.hostname, address.port)) as client:
         client.sendall(head.encode() + content)
-        wait_for(lambda: engine.metric("num_running_reqs") == 8, 30)
-    wait_for(lambda: engine.metric("num_aborted_requests_total") == before + 8, 30)
+        eventually(lambda: engine.metric("num_running_reqs") == 8, "all of them run")
+    eventually(lambda: engine.metric("num_aborted_requests_total") == before + 8, "all of them are aborted")
     with httpx.stream("POST", f"{engine.url}/generate", json={**body, "stream": True}) as reply:
         next(reply.iter_lines())
-    wait_for(lambda: engine.metric("num_aborted_requests_total") == before + 16, 30)
+    eventually(lambda: engine.metric("num_aborted_requests_total") == before + 16, "all of them are aborted")
     assert engine.metric("num_running_reqs") == 0
 
 

@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tests.engine.processes import VOCAB, EngineProcess, wait_for
+from tests.engine.processes import VOCAB, EngineProcess
+from tests.waiting import eventually
 
 
 def bits(answer: Any) -> tuple[list[int], list[float]]:
@@ -98,7 +99,7 @@ def test_a_retraction_without_new_weights_changes_no_bit(engines: dict[str, Engi
         before = engine.produced()
         pending = pool.submit(engine.sample, prompt, seed=5, tokens=400)
         for tokens in (3, 40):
-            wait_for(lambda tokens=tokens: engine.produced() > before + tokens)
+            eventually(lambda tokens=tokens: engine.produced() > before + tokens, "the others draw tokens")
             engine.client.post("/pause_generation", json={"mode": "retract"})
             engine.client.post("/continue_generation", json={})
         answer = pending.result()

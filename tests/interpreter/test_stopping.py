@@ -23,9 +23,9 @@ from tests.interpreter.machine import (
     processes_with,
     toy,
     until,
-    wait_until,
     workflow,
 )
+from tests.waiting import eventually
 
 BOTH = pytest.mark.parametrize("kind", ["exec", "warm"])
 
@@ -182,13 +182,13 @@ def test_nothing_survives_a_kill_9_of_the_interpreter(kind: str, how: str, tmp_p
         [sys.executable, "-c", INTERPRET, kind, str(tmp_path / mark), how], env=environment, start_new_session=True
     )
     try:
-        wait_until(lambda: ready(tmp_path) is not None)
+        eventually(lambda: ready(tmp_path) is not None, "the toy is ready")
         grandchild = int(next(tmp_path.rglob("pid")).read_text())
         assert alive(grandchild)
         assert len(processes_with(mark)) >= 4  # interpreter, parent, stage, what the stage started
         os.killpg(interpreter.pid, signal.SIGKILL)
         interpreter.wait()
-        wait_until(lambda: not processes_with(mark) and not alive(grandchild))
+        eventually(lambda: not processes_with(mark) and not alive(grandchild), "none of its processes is left")
     finally:
         for pid in processes_with(mark):
             os.kill(pid, signal.SIGKILL)

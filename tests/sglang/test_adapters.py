@@ -40,9 +40,10 @@ from colchis.workflows.local.services import Child
 from colchis.workflows.local.weed import Weed
 from tests.agent.conftest import DEADLINE_S, AgentProcess
 from tests.conftest import fresh_bucket
-from tests.engine.processes import EngineProcess, client_of, wait_for
+from tests.engine.processes import EngineProcess, client_of
 from tests.run.conftest import model
 from tests.sglang.conftest import START_S
+from tests.waiting import eventually
 from tests.weights.models import RUN, publish_version
 
 __all__ = ["model"]
@@ -307,7 +308,7 @@ def test_what_is_in_flight_goes_on_under_the_adapter_it_named(pool: Pool, server
 
     with ThreadPoolExecutor(1) as thread:
         asking = thread.submit(keep_asking)
-        wait_for(server.busy)
+        eventually(server.busy, "a request runs")
         assert pool.agent.activate(2).pause_s == 0
         activated.set()
         asking.result()
@@ -394,9 +395,9 @@ def test_a_restarted_engine_gets_base_and_adapter_back(pool: Pool) -> None:
     serving = Serving(run=RUN, version=3, weights_digest=declared.weights_digest, engines=["engine-0"])
     pool.store.put(keys.serving(RUN), serving.to_bytes())
     pool.server.stop()
-    wait_for(lambda: pool.agent.ready().status_code == 503)
+    eventually(lambda: pool.agent.ready().status_code == 503, "it is not ready")
     pool.server.start()
-    wait_for(lambda: pool.agent.ready().status_code == 200, 120)
+    eventually(lambda: pool.agent.ready().status_code == 200, "it is ready again", deadline_s=120)
     assert pool.loaded() == pool.names(3)
     (answer,) = pool.ask(3, 1, 4)
     assert isinstance(answer, Completion)

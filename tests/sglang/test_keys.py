@@ -15,9 +15,9 @@ from colchis.components.weights.protocol import EngineState, Probe
 from colchis.workflows.local.ports import free_port
 from colchis.workflows.local.services import Child
 from tests.agent.conftest import AgentProcess
-from tests.agent.test_faults import eventually
 from tests.contract.conftest import START_S, bucket, models
 from tests.contract.replica import Versions
+from tests.waiting import eventually
 
 __all__ = ["bucket", "models"]
 

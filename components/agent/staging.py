@@ -47,7 +47,6 @@ class Staged:
     manifest: WeightsManifest
     folder: Path
     digest: str
-    prediction: Prediction | None
     vocabulary: int
     """Token ids are below this; others would end SGLang."""
     signature: Signature
@@ -56,6 +55,8 @@ class Staged:
     """What fetching it cost; empty when an earlier agent fetched it."""
     sha256_compared: bool = field(compare=False)
     """Of every tensor; not yet while it was compared by xxh3-128 alone, as it arrived."""
+    prediction: Prediction | None = field(compare=False)
+    """None also while sha256 was not compared: both are made when the version is read for the second time."""
 
     @property
     def place(self) -> Place:
@@ -212,7 +213,8 @@ class Staging:
             shutil.rmtree(staged.folder, ignore_errors=True)
             raise
         assert digest == staged.digest
-        staged = replace(staged, sha256_compared=True)
+        if not staged.sha256_compared:
+            staged = replace(staged, sha256_compared=True, prediction=_prediction(staged.manifest, staged.folder))
         self._staged[staged.place] = staged
         return staged
 
@@ -260,11 +262,11 @@ class Staging:
             manifest=manifest,
             folder=folder,
             digest=digest,
-            prediction=predict(folder, {t.name: t.sha256 for t in manifest.tensors}),
             vocabulary=vocabulary(folder / "config.json"),
             signature=_signature(folder),
             transfers=transfers,
             sha256_compared=sha256_compared,
+            prediction=_prediction(manifest, folder) if sha256_compared else None,
         )
         self._staged[staged.place] = staged
         return staged
@@ -361,6 +363,11 @@ def _unlink_link(path: Path) -> None:
     """What a link points to is somebody else's, who may change it after it was read; an engine may not see it at all."""
     if path.is_symlink():
         path.unlink()
+
+
+def _prediction(manifest: WeightsManifest, folder: Path) -> Prediction | None:
+    """`predict` of files whose sha256 was compared with the manifest."""
+    return predict(folder, {t.name: t.sha256 for t in manifest.tensors})
 
 
 def vocabulary(config: Path) -> int:

@@ -13,7 +13,7 @@ from hera.workflows import models as m
 
 from colchis.components.config import SECTIONS
 from colchis.components.stages.interface import INTERFACE
-from colchis.workflows.templates import DIGEST, POD_SECURITY, Shape, reload_set, stage, successor
+from colchis.workflows.templates import DIGEST, ENGINE_KEY, POD_SECURITY, Shape, reload_set, stage, successor
 
 MODE = "sync"
 
@@ -108,6 +108,7 @@ def sync(shape: Shape) -> WorkflowTemplate:
             "rollout",
             [*ITERATION, "--shard", "{{inputs.parameters.shard}}", "--shards", "{{inputs.parameters.shards}}"],
             inputs=["iteration", "shard", "shards"],
+            env=[ENGINE_KEY],
         )
         grade = stage(
             shape,

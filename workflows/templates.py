@@ -88,8 +88,8 @@ class Shape:
             raise BadConfig(f"shape '{self.name}': reload_from is '{self.reload_from}', expected stage or trainer")
 
 
-def _store_secret(variable: str, key: str) -> m.EnvVar:
-    selector = m.SecretKeySelector(name="colchis-store", key=key)
+def _store_secret(variable: str, key: str, *, optional: bool | None = None) -> m.EnvVar:
+    selector = m.SecretKeySelector(name="colchis-store", key=key, optional=optional)
     return m.EnvVar(name=variable, value_from=m.EnvVarSource(secret_key_ref=selector))
 
 
@@ -110,6 +110,9 @@ ENVIRONMENT = [
     m.EnvVar(name="PYTHONUNBUFFERED", value="1"),
 ]
 """Every stage's environment. The pool's ConfigMap and the store's Secret are the cluster's; locally they are made."""
+
+ENGINE_KEY = _store_secret("COLCHIS_ENGINE_KEY", "engineKey", optional=True)
+"""For engines that take requests with a key only. Stages that ask engines themselves have it; the others ask their agents."""
 
 RUN_ARGS = ["--run", "{{workflow.parameters.run}}", "--pool", "{{workflow.parameters.pool}}"]
 
@@ -144,6 +147,7 @@ def stage(
     artifacts: Sequence[S3Artifact] = (),
     deadline_s: int = 3600,
     trainer: bool = False,
+    env: Sequence[m.EnvVar] = (),
     retry: RetryStrategy | None = RETRY,
 ) -> Container:
     """A template that runs one stage as one pod."""
@@ -158,7 +162,7 @@ def stage(
         labels=_labels(name),
         inputs=[Parameter(name=parameter) for parameter in inputs],
         outputs=declared,
-        env=ENVIRONMENT,
+        env=[*ENVIRONMENT, *env],
         resources=Resources(
             cpu_request=resources["cpu"],
             memory_request=resources["memory"],

@@ -17,9 +17,9 @@ from typing import Any
 import httpx
 import numpy as np
 
-from colchis.components.errors import BadConfig, BadData
+from colchis.components.errors import BadData
 from colchis.components.records.trajectories import LOGPROB_SLACK, VersionSpan, joined
-from colchis.components.rollout.engines import Engine
+from colchis.components.rollout.engines import Engine, wants_key
 from colchis.components.rollout.versions import Wanted
 from colchis.components.weights import labels
 
@@ -78,6 +78,7 @@ async def generate(
     *,
     wanted: Wanted,
     prove: Prove,
+    headers: Mapping[str, str],
     timeout_s: float,
 ) -> list[Completion | Refusal]:
     """One batched request: `inputs[i]` sampled with `parameters[i]`. Where an update met it, `prove` is asked what drew the
@@ -93,7 +94,7 @@ async def generate(
         body["lora_path"] = engine.adapter.name
     try:
         async with asyncio.timeout(timeout_s):  # httpx bounds each read, not the whole answer
-            answer = await client.post(f"{engine.url}/generate", json=body, timeout=timeout_s)
+            answer = await client.post(f"{engine.url}/generate", json=body, headers=headers, timeout=timeout_s)
     except (TimeoutError, httpx.TimeoutException):
         return _all(inputs, Fault.TIMEOUT, f"no answer within {timeout_s:g} s")
     except httpx.HTTPError as e:
@@ -101,7 +102,7 @@ async def generate(
     if answer.status_code == 400 and not _is_about_adapter(answer, engine):
         raise BadData(f"the engine refuses a request of {wanted}: {_message(answer)}", where=engine.url)
     if answer.status_code in (401, 403):
-        raise BadConfig(f"the engine wants a key (HTTP {answer.status_code})", where=engine.url)
+        raise wants_key(engine)
     if answer.status_code != 200:
         return _all(inputs, Fault.HTTP, f"HTTP {answer.status_code}: {_message(answer)}")
     try:

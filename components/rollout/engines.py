@@ -76,10 +76,22 @@ class Proofs:
     """One more may be proven soon."""
 
 
-class Engines:
-    """A pool of engines, asked through their agents; or engines at known addresses, asked themselves."""
+def wants_key(engine: Engine) -> BadConfig:
+    """What to say when an engine answers 401 or 403."""
+    return BadConfig(
+        f"engine {engine.id} wants a key, and refuses ours or its lack",
+        where=engine.url,
+        hint="set COLCHIS_ENGINE_KEY to the pool's (in a cluster: `engineKey` of the Secret colchis-store)",
+    )
 
-    def __init__(self, agents: Sequence[str] = (), *, urls: Sequence[str] = (), token: str = "") -> None:
+
+class Engines:
+    """A pool of engines, asked through their agents; or engines at known addresses, asked themselves.
+
+    `token` is shown to agents, `key` to engines.
+    """
+
+    def __init__(self, agents: Sequence[str] = (), *, urls: Sequence[str] = (), token: str = "", key: str = "") -> None:
         if bool(agents) == bool(urls):
             raise BadConfig("a pool of engines is a list of agents or a list of engine addresses, exactly one of them")
         self.agents = [a.strip().rstrip("/") for a in agents]
@@ -92,21 +104,24 @@ class Engines:
                 usable = False
             if not usable or (parts.scheme == "dns" and parts.port is None):
                 raise BadConfig(f"engine address '{address}': expected http://HOST:PORT or dns://NAME:PORT")
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._headers = _bearer(token)
+        self.engine_headers = _bearer(key)
+        """Of each request to an engine."""
 
     @classmethod
     def from_environment(cls) -> Engines:
-        """From COLCHIS_ENGINES (agents, comma-separated, each http://HOST:PORT or dns://NAME:PORT) and
-        COLCHIS_AGENT_TOKEN."""
+        """From COLCHIS_ENGINES (agents, comma-separated, each http://HOST:PORT or dns://NAME:PORT),
+        COLCHIS_AGENT_TOKEN, and COLCHIS_ENGINE_KEY where the engines want one."""
         agents = [a for a in os.environ.get("COLCHIS_ENGINES", "").split(",") if a.strip()]
         if not agents:
             raise BadConfig("COLCHIS_ENGINES is not set: it names the engines' agents, e.g. dns://pool-agents:9000")
-        return cls(agents, token=os.environ.get("COLCHIS_AGENT_TOKEN", ""))
+        token, key = (os.environ.get(name, "") for name in ("COLCHIS_AGENT_TOKEN", "COLCHIS_ENGINE_KEY"))
+        return cls(agents, token=token, key=key)
 
     @classmethod
-    def at(cls, urls: Sequence[str]) -> Engines:
+    def at(cls, urls: Sequence[str], *, key: str = "") -> Engines:
         """Engines without agents; an engine is ready for the version that its /model_info names."""
-        return cls(urls=urls)
+        return cls(urls=urls, key=key)
 
     async def proofs(self, client: httpx.AsyncClient, agent: str) -> Proofs:
         """What an agent says of the last loads. Nothing, of one that cannot be asked."""
@@ -122,7 +137,7 @@ class Engines:
     async def statuses(self, client: httpx.AsyncClient) -> list[EngineStatus]:
         """All engines, the unreachable ones included. BadConfig when an agent refuses the token."""
         if self.urls:
-            return list(await asyncio.gather(*(_ask_engine(client, url) for url in self.urls)))
+            return list(await asyncio.gather(*(_ask_engine(client, url, self.engine_headers) for url in self.urls)))
         resolved = await asyncio.gather(*(_resolve(agent) for agent in self.agents))
         addresses = list(dict.fromkeys(a for found in resolved for a in found))
         found = await asyncio.gather(*(_ask_agent(client, a, self._headers) for a in addresses))
@@ -177,10 +192,16 @@ def _reachable(engine_url: str, agent: str) -> str:
     return urlunsplit(engine._replace(netloc=f"{host}:{engine.port}" if engine.port else host))
 
 
-async def _ask_engine(client: httpx.AsyncClient, url: str) -> EngineStatus:
+def _bearer(secret: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {secret}"} if secret else {}
+
+
+async def _ask_engine(client: httpx.AsyncClient, url: str, headers: dict[str, str]) -> EngineStatus:
     engine = Engine(url, url)
     try:
-        answer = await client.get(f"{url}/model_info", timeout=STATUS_TIMEOUT_S)
+        answer = await client.get(f"{url}/model_info", headers=headers, timeout=STATUS_TIMEOUT_S)
+        if answer.status_code in (401, 403):
+            raise wants_key(engine)
         answer.raise_for_status()
         label = str(answer.json().get("weight_version"))
     except httpx.HTTPError as e:

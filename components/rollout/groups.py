@@ -309,6 +309,7 @@ class _Rollout:
                 ],
                 wanted=self.wanted,
                 prove=self.balance.proven,
+                headers=self.balance.engines.engine_headers,
                 timeout_s=self.config.rollout.request_timeout_s,
             )
             ok = all(isinstance(a, Completion) for a in answers)

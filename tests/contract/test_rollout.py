@@ -91,34 +91,35 @@ def configuration(**rollout: Any) -> RunConfig:
     )
 
 
+def roll(engines: Engines, model: Path, wanted: Wanted, partials: str = "drop") -> Result:
+    """A rollout of one group, to its end."""
+    config = configuration(partials=partials)
+    groups: list[list[Trajectory]] = []
+    stats = asyncio.run(
+        rollout_groups(
+            config,
+            run="r",
+            iteration=0,
+            wanted=wanted,
+            groups=[PromptGroup(0, Row(0, "", "", Split.TRAIN))],
+            engines=engines,
+            environment=Environment(),
+            model=TextModel.from_folder(model),
+            on_group=groups.append,
+            sampling=Endless.of(config.rollout),
+        )
+    )
+    return groups[0], stats
+
+
 @contextmanager
 def rolling(
     engine: EngineProcess, model: Path, wanted: Wanted, partials: str, *, agent: AgentProcess | None = None
 ) -> Iterator[Future[Result]]:
     """A rollout of one group that has begun to draw when the block starts. `agent`: the one to ask about the engine, if any."""
-    config = configuration(partials=partials)
-    groups: list[list[Trajectory]] = []
     engines = Engines([agent.url], token=TOKEN) if agent else Engines.at([engine.url])
-
-    def roll() -> Result:
-        stats = asyncio.run(
-            rollout_groups(
-                config,
-                run="r",
-                iteration=0,
-                wanted=wanted,
-                groups=[PromptGroup(0, Row(0, "", "", Split.TRAIN))],
-                engines=engines,
-                environment=Environment(),
-                model=TextModel.from_folder(model),
-                on_group=groups.append,
-                sampling=Endless.of(config.rollout),
-            )
-        )
-        return groups[0], stats
-
     with ThreadPoolExecutor(1) as pool:
-        rolled = pool.submit(roll)
+        rolled = pool.submit(roll, engines, model, wanted, partials)
         running = threading.Event()
 
         def begun() -> bool:

@@ -20,6 +20,9 @@ BROUGHT: dict[str, dict[tuple[str, str], set[str]]] = {
 }
 """Folder -> what docs/security.md asks the user to bring: (kind, name) -> keys."""
 
+OPTIONAL = {"engineKey", "engineAdminKey"}
+"""Keys of the Secret that docs/security.md leaves to the user."""
+
 
 class Names:
     """What there is in one folder."""
@@ -57,7 +60,8 @@ class Names:
                 for kind, field in (("Secret", "secretKeyRef"), ("ConfigMap", "configMapKeyRef")):
                     if reference := (variable.get("valueFrom") or {}).get(field):
                         name = reference["name"].replace("{{workflow.parameters.pool}}", "main")
-                        yield from filter(None, [self.missing_key(kind, name, reference["key"])])
+                        if not (reference.get("optional") and reference["key"] in OPTIONAL):
+                            yield from filter(None, [self.missing_key(kind, name, reference["key"])])
             mounted = {m["name"] for m in container.get("volumeMounts", [])}
             yield from (f"volume {name}" for name in mounted - {v["name"] for v in pod.spec.get("volumes", [])})
         for volume in pod.spec.get("volumes", []):

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -15,6 +17,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from colchis.components.environments import Reply
+from colchis.components.errors import BadConfig
 from colchis.components.records.rows import Row
 from colchis.components.records.trajectories import SegmentKind
 from colchis.components.rollout import Engines
@@ -65,14 +68,25 @@ def write_model(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory):
-    """Address of an engine that serves random weights as version 3."""
+def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     write_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    """Address of an engine that serves random weights as version 3."""
+    with started(model) as url:
+        yield url
+
+
+@contextmanager
+def started(model: Path, *more: str, **environment: str) -> Iterator[str]:
     port = free_port()
     command = [sys.executable, "-m", "colchis.components.engine", "--port", str(port), "--deterministic"]
-    command += ["--model-path", str(folder), "--weight-version", "3"]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    command += ["--model-path", str(model), "--weight-version", "3", *more]
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
     url = f"http://127.0.0.1:{port}"
     deadline = time.monotonic() + 120
     try:
@@ -88,7 +102,7 @@ def engine(tmp_path_factory):
 
 def _answers(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/model_info", timeout=5).status_code == 200
+        return httpx.get(f"{url}/ready", timeout=5).status_code == 200
     except httpx.HTTPError:
         return False
 
@@ -187,3 +201,13 @@ def test_a_prompt_over_the_context_is_refused_with_the_engines_words(generate, e
 
     with pytest.raises(BadData, match="the prompt has 59 tokens, expected 1 to 58"):
         generate(Engines.at([engine]), groups=1, environment=Long())
+
+
+def test_an_engine_that_wants_a_key(generate, model):
+    """A pool whose engines are locked must be of use, and the lack of a key must not look like engines that are down."""
+    with started(model, "--api-key-env", "THE_KEY", THE_KEY="key-of-the-tests") as url:
+        arrived, stats = generate(Engines.at([url], key="key-of-the-tests"), groups=2)
+        assert (len(arrived), stats.faults) == (2, {})
+        for key in ("", "another"):
+            with pytest.raises(BadConfig, match="wants a key"):
+                generate(Engines.at([url], key=key), groups=1)

@@ -10,13 +10,15 @@ import pytest
 
 from colchis.components.engine.sglang_cpu import environment, launch_command
 from colchis.components.errors import BadConfig
+from colchis.components.rollout import Engines, Wanted
 from colchis.components.store import Store, StoreSettings
 from colchis.components.weights.protocol import EngineState, Probe
 from colchis.workflows.local.ports import free_port
 from colchis.workflows.local.services import Child
-from tests.agent.conftest import AgentProcess
+from tests.agent.conftest import TOKEN, AgentProcess
 from tests.contract.conftest import START_S, bucket, models
 from tests.contract.replica import Versions
+from tests.contract.test_rollout import SAMPLES, roll
 from tests.waiting import eventually
 
 __all__ = ["bucket", "models"]
@@ -78,6 +80,15 @@ def test_the_agent_has_the_keys_and_a_stranger_does_not(
             assert (status.version, status.ready, status.state) == (version, True, EngineState.SERVING), status.reason
         probed = agent.ask(lambda a: a.probe(Probe(token_ids=[[3, 7, 11]])))
         assert (probed.version, probed.weight_version) == (1, "1")
+        keys = {"": lock == "admin", USER: True, "another": lock == "admin"}
+        for key, is_let_in in keys.items():
+            engines = Engines([agent.url], token=TOKEN, key=key)
+            if is_let_in:
+                (arrived, stats) = roll(engines, models["qwen2_b"], Wanted.exactly(1))
+                assert (len(arrived), stats.faults) == (SAMPLES, {})
+            else:
+                with pytest.raises(BadConfig, match="wants a key"):
+                    roll(engines, models["qwen2_b"], Wanted.exactly(1))
         assert status_of(locked, "/pause_generation", ADMIN, mode="retract") == 200
         eventually(lambda: agent.ready().status_code == 503, "a pause is noticed behind locks, too")
         assert status_of(locked, "/continue_generation", ADMIN) == 200

@@ -39,7 +39,8 @@ def test_a_reload_is_drained_at_each_boundary(config: Path, calm: list[str], clu
         cluster.drain_pod(cluster.pod_of(workflow, "reload", deadline_s=DEADLINE_S, past=names[:passed]))
     status = ended(cluster, workflow)
     assert digests_of(store, "emptied") == calm
-    drained = [n for n in status["nodes"].values() if n["type"] == "Pod" and n["phase"] == "Failed"]
+    # Error: the controller saw that the pod was gone, and not what its containers said before
+    drained = [n for n in status["nodes"].values() if n["type"] == "Pod" and n["phase"] in ("Failed", "Error")]
     assert len(drained) >= 3, f"most had ended before they were disturbed: {[n.get('message') for n in drained]}"
 
 

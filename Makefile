@@ -63,7 +63,7 @@ cluster-down: setup ## end it
 
 test-sglang: base ## the contract of engines and the reload path, on real SGLang on a CPU (installs it the first time)
 	$(BIN)/python components/engine/sglang_cpu/environment.py
-	$(BIN)/pytest -q -m sglang tests/contract tests/sglang
+	$(BIN)/pytest -q -m sglang tests/contract tests/run tests/sglang
 
 check: setup ## format, lint, types, import rules, rendered files
 	$(BIN)/ruff format --check .

@@ -15,15 +15,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from colchis.components.agent.engine import Engine, EngineChecksums, EngineFacts, PauseMode
+from colchis.components.agent.engine import AS_WRITTEN, Engine, EngineChecksums, EngineFacts, PauseMode
 from colchis.components.agent.hashing import Hashing
 from colchis.components.agent.pause import PauseLease
 from colchis.components.agent.shelf import StagedAdapter
 from colchis.components.agent.staging import Staged, Staging
 from colchis.components.agent.ways import Held, Received, Way
-from colchis.components.errors import BadData, ColchisError, PeerUnavailable
+from colchis.components.errors import BadConfig, BadData, ColchisError, PeerUnavailable
 from colchis.components.records.weights import WeightsManifest
-from colchis.components.weights.checksums import Prediction
+from colchis.components.weights.checksums import ENGINE_DTYPES, Prediction
 from colchis.components.weights.deadline import Deadline
 from colchis.components.weights.labels import loaded, unproven
 from colchis.components.weights.protocol import Activate, Activated
@@ -137,6 +137,7 @@ class Activation:
         held = way.held
         manifest = held.manifest
         self._refuse_contradictions(held, request.kind, previous)
+        self._refuse_another_type(facts, manifest)
         digest_before = held.digest
         before = self._look(held, facts, previous, deadline)
         prediction = held.prediction if _predictable(before.facts, held) else None
@@ -251,6 +252,18 @@ class Activation:
                 hint="the train commit contradicts itself",
             )
 
+    def _refuse_another_type(self, facts: EngineFacts, manifest: WeightsManifest) -> None:
+        """An engine that casts what it loads samples from another policy than the one that is trained, by its rounding."""
+        types = {ENGINE_DTYPES.get(tensor.dtype) for tensor in manifest.tensors}
+        written = types.pop() if len(types) == 1 else None
+        served = "float16" if (facts.dtype, written) == ("auto", "float32") else facts.dtype
+        if written is not None and served not in (written, AS_WRITTEN, "auto", "unknown"):
+            raise BadConfig(
+                f"the engine serves {served}, weights v{manifest.version} are {written}",
+                where=self.engine.url,
+                hint=f"start it with --dtype {written}, or set the run's model.dtype to what it serves",
+            )
+
     def _look(self, held: Held, facts: EngineFacts, previous: Served | None, deadline: Deadline) -> Before:
         try:
             serving = previous.whole if previous else held
@@ -324,5 +337,5 @@ def _predictable(facts: EngineFacts, held: Held) -> bool:
         held.prediction is not None
         and facts.device == "cpu"
         and facts.tensor_parallel == 1
-        and facts.dtype == held.prediction.dtype
+        and facts.dtype in (AS_WRITTEN, held.prediction.dtype)
     )

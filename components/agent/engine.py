@@ -20,6 +20,9 @@ PROBE_TIMEOUT_S = 3.0
 DIRTY = "cache was not flushed"
 """SGLang's 400 that means: the weights are the new ones, and keys and values of the old ones are still there."""
 
+EMBEDDED = "colchis-embedded"
+AS_WRITTEN = "as written"
+
 PauseMode = Literal["retract", "abort"]
 
 
@@ -32,6 +35,8 @@ class EngineFacts:
     label: str
     """Its weight_version: a free text that anybody may have set."""
     dtype: str
+    """Of its weights: `float32`, ...; `as written` where the first that it loads decide; `auto` or `unknown` where it does not
+    say."""
     device: str
     tensor_parallel: int
     adapter_rank: int
@@ -117,11 +122,11 @@ class Engine:
     def facts(self, timeout_s: float = PROBE_TIMEOUT_S) -> EngineFacts:
         """Identity, label, type and placement."""
         info = self._read("/server_info", timeout_s)
-        embedded = info.get("engine") == "colchis-embedded"
+        embedded = info.get("engine") == EMBEDDED
         return EngineFacts(
             start=_start(info),
             label=self.label(timeout_s),
-            dtype=str(info.get("dtype")),
+            dtype=_dtype(info),
             device=str(info.get("device", "cpu" if embedded else "unknown")),
             tensor_parallel=int(info.get("tp_size", 1)),
             **_adapters(info),
@@ -309,6 +314,14 @@ class Engine:
             message = body.get("message") or body.get("error") if isinstance(body, dict) else None
             raise BadData(f"engine {self.url} answers {status}: {message or text[:300]}", where=path)
         return body
+
+
+def _dtype(info: Mapping[str, Any]) -> str:
+    """`auto` is the type of the files for the embedded engine; SGLang serves float32 files in float16 then."""
+    named = str(info.get("dtype") or "unknown")
+    if named == "auto" and info.get("engine") == EMBEDDED:
+        return AS_WRITTEN
+    return {"half": "float16", "float": "float32"}.get(named, named)
 
 
 def _start(info: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
@@ -25,6 +26,18 @@ from colchis.components.config.sections import (
     identity,
 )
 from colchis.components.errors import BadConfig
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What two programs that are both right may differ by, in natural logarithms of probabilities."""
+
+    gap_alert: float
+    probe_tolerance: float
+
+
+ROUNDING = {"float32": Rounding(1e-3, 2e-3), "bfloat16": Rounding(2e-2, 0.5)}
+"""By `model.dtype`."""
 
 
 class RunConfig(Section):
@@ -49,6 +62,16 @@ class RunConfig(Section):
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    @property
+    def gap_alert(self) -> float:
+        """`trainer.gap_alert`, or what the type of the weights suggests."""
+        return self.trainer.gap_alert or ROUNDING[self.model.dtype].gap_alert
+
+    @property
+    def probe_tolerance(self) -> float:
+        """`reload.probe_tolerance`, or what the type of the weights suggests."""
+        return self.reload.probe_tolerance or ROUNDING[self.model.dtype].probe_tolerance
 
     def canonical(self) -> str:
         """Canonical JSON: sorted keys, no spaces, every default written out."""

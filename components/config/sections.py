@@ -295,8 +295,9 @@ class TrainerConfig(Section):
     ranks: int = Field(1, ge=1)
     """Training processes. More than one is not built yet."""
 
-    gap_alert: float = Field(1e-3, gt=0)
-    """Mean absolute gap between sampling and training log-probabilities above which the summary carries an alert."""
+    gap_alert: float | None = Field(None, gt=0)
+    """Mean absolute gap between sampling and training log-probabilities above which the summary carries an alert. By default
+    0.001, or 0.02 with `model.dtype: bfloat16`."""
 
 
 class ReloadConfig(Section):
@@ -324,8 +325,9 @@ class ReloadConfig(Section):
     activate_deadline_s: float = Field(120.0, gt=0, le=WEEK_S)
     """Longest time for pause, load, checksum, version and continue on one engine; also the lease on the pause."""
 
-    probe_tolerance: float = Field(2e-3, gt=0)
-    """Largest gap between the engine's and the trainer's log-probabilities of the probe tokens after a reload."""
+    probe_tolerance: float | None = Field(None, gt=0)
+    """Largest gap between the engine's and the trainer's log-probabilities of the probe tokens after a reload. By default
+    0.002, or 0.5 with `model.dtype: bfloat16`, in which two programs round one token's apart by up to 0.1."""
 
 
 class EvaluationConfig(Section):

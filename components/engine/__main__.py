@@ -90,7 +90,13 @@ def serve(settings: EngineSettings) -> None:
 @click.option("--port", type=click.IntRange(1, 65535), required=True)
 @click.option("--model-path", type=click.Path(path_type=Path), help="Model directory (config.json, *.safetensors).")
 @click.option("--weight-version", default="none", show_default=True, help="Label of the weights at start.")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16"]),
+    default="auto",
+    show_default=True,
+    help="Of weights and cache; auto: that of the first weights. Later ones are cast.",
+)
 @click.option("--deterministic", is_flag=True, help="A sample's bits depend on weights, prompt, params and seed only.")
 @click.option("--max-running-requests", type=click.IntRange(1, 4096), default=64, show_default=True)
 @click.option("--max-total-tokens", type=click.IntRange(64), default=65536, show_default=True, help="Cache positions.")
@@ -102,7 +108,7 @@ def main(
     port: int,
     model_path: Path | None,
     weight_version: str,
-    dtype: Literal["float32", "bfloat16"],
+    dtype: Literal["auto", "float32", "bfloat16"],
     deterministic: bool,
     max_running_requests: int,
     max_total_tokens: int,

@@ -7,6 +7,8 @@ BadData that names file and tensor.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,8 @@ class Checkpoint:
     folder: Path
     config: dict[str, Any]
     architecture: Architecture
+    dtype: torch.dtype
+    """What the engine serves it in."""
     assembly: Assembly | None
     """The weights of a static family, complete."""
     eos_token_ids: frozenset[int]
@@ -152,21 +156,41 @@ def read_tensors(
     """All tensors of the checkpoint, in fresh memory or in their places of `assembly`. Raises as `Intake`."""
     intake = Intake(shapes, dtype, tied=tied, assembly=assembly)
     for path in weight_files(folder):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
-                    intake.add(name, file.get_tensor(name), str(path))
-        except (SafetensorError, OSError) as error:
-            raise BadData(
-                f"{path.name} is truncated or is no safetensors file: {error}", where=str(path), hint="fetch it again"
-            ) from error
+        with _opened(path) as file:
+            for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
+                intake.add(name, file.get_tensor(name), str(path))
     return intake.finish(str(folder))
 
 
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file; BadData when it is none, also while it is read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise BadData(
+            f"{path.name} is truncated or is no safetensors file: {error}", where=str(path), hint="fetch it again"
+        ) from error
+
+
+def own_dtype(folder: Path) -> torch.dtype:
+    """bfloat16 when all of the checkpoint is, else float32."""
+    dtypes = set()
+    for path in weight_files(folder):
+        with _opened(path) as file:
+            dtypes |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    return torch.bfloat16 if dtypes == {"BF16"} else torch.float32
+
+
 def read_checkpoint(
-    folder: Path, dtype: torch.dtype, current: Architecture | None, current_config: dict[str, Any] | None
+    folder: Path,
+    dtype: torch.dtype | None,
+    current: Architecture | None,
+    current_config: dict[str, Any] | None,
 ) -> Checkpoint:
-    """Reads a directory of a static family. `current` is what the engine serves: another architecture is refused."""
+    """Reads a directory of a static family, in its own type if `dtype` is None. `current` is what the engine serves: another
+    architecture is refused."""
     config = read_config(folder, current_config)
     architecture = read_architecture(config, str(folder / "config.json"))
     if current is not None and architecture != current:
@@ -181,7 +205,8 @@ def read_checkpoint(
             hint="start a new engine for another model",
         )
     assembly = None
+    dtype = dtype or own_dtype(folder)
     if architecture.static:
         assembly = Assembly(architecture, dtype)
         read_tensors(folder, architecture.tensors(), dtype, tied=architecture.tied, assembly=assembly)
-    return Checkpoint(folder, config, architecture, assembly, eos_token_ids(folder, config))
+    return Checkpoint(folder, config, architecture, dtype, assembly, eos_token_ids(folder, config))

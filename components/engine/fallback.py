@@ -18,7 +18,7 @@ from colchis.components.engine.decoder import Prefix
 from colchis.components.errors import BadData
 
 
-def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
+def load_transformers(checkpoint: Checkpoint) -> Any:
     """A fresh transformers model with the directory's weights, checked as strictly as those of the static families."""
     import transformers  # takes seconds, and only unknown families need it
 
@@ -26,7 +26,7 @@ def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     fields = {key: value for key, value in checkpoint.config.items() if key != "transformers_version"}
     try:
         config = transformers.AutoConfig.for_model(**fields)
-        model = causal_model.from_config(config, dtype=dtype)
+        model = causal_model.from_config(config, dtype=checkpoint.dtype)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadData(
             f"transformers cannot build a causal model of type {checkpoint.architecture.model_type}: {error}",
@@ -38,7 +38,7 @@ def load_transformers(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     for name, tensor in model.state_dict().items():
         if kept.setdefault(tensor.data_ptr(), name) == name:
             shapes[name] = tuple(tensor.shape)
-    tensors = read_tensors(checkpoint.folder, shapes, dtype, tied=False)
+    tensors = read_tensors(checkpoint.folder, shapes, checkpoint.dtype, tied=False)
     model.load_state_dict(tensors, strict=False)
     return model.eval()
 

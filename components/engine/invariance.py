@@ -12,7 +12,6 @@ import torch.nn.functional as F
 
 from colchis.components.engine.architecture import Architecture
 from colchis.components.engine.decoder import BLOCK_TOKENS, WINDOWS
-from colchis.components.engine.settings import EngineSettings
 from colchis.components.engine.weights import StaticWeights
 from colchis.components.errors import BadConfig
 
@@ -62,7 +61,7 @@ def find_windows(architecture: Architecture, dtype: torch.dtype) -> tuple[int, .
         return tuple(window for window in WINDOWS if agrees(window))
 
 
-def find_quantum(weights: StaticWeights, settings: EngineSettings) -> int:
+def find_quantum(weights: StaticWeights) -> int:
     """The smallest padding that makes every product of the model row-invariant on this machine.
 
     Raises BadConfig when none does: then deterministic mode cannot keep its promise here.
@@ -74,7 +73,7 @@ def find_quantum(weights: StaticWeights, settings: EngineSettings) -> int:
             if all(_invariant(weight, quantum) for weight in products):
                 return quantum
     raise BadConfig(
-        f"--deterministic: on this CPU no row padding up to {QUANTA[-1]} makes {settings.dtype} products independent "
+        f"--deterministic: on this CPU no row padding up to {QUANTA[-1]} makes {weights.embed.dtype} products independent "
         "of batch companions",
         hint="use --dtype float32, or --max-running-requests 1",
     )

@@ -28,6 +28,8 @@ class Serving:
     folder: Path
     config: dict[str, Any]
     architecture: Architecture
+    dtype: torch.dtype
+    """Of weights and cache; later weights are cast to it."""
     eos_token_ids: frozenset[int]
     tokenizer: Tokenizer | None
     decoder: Decoder
@@ -41,7 +43,8 @@ def load(folder: Path, settings: EngineSettings, current: Serving | None, text: 
 
     Raises BadData for every kind of bad checkpoint (checkpoint.py), including another architecture than `current`'s.
     """
-    dtype: torch.dtype = getattr(torch, settings.dtype)
+    fixed: torch.dtype | None = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    dtype = current.dtype if current else fixed
     checkpoint = read_checkpoint(
         folder, dtype, current.architecture if current else None, current.config if current else None
     )
@@ -59,7 +62,7 @@ def load(folder: Path, settings: EngineSettings, current: Serving | None, text: 
             decoder = _static_decoder(weights, settings)
         swap = _swap(decoder, weights)
     else:
-        model = load_transformers(checkpoint, dtype)
+        model = load_transformers(checkpoint)
         if current is not None and isinstance(current.decoder, TransformersDecoder):
             decoder = current.decoder
         else:
@@ -75,6 +78,7 @@ def load(folder: Path, settings: EngineSettings, current: Serving | None, text: 
         folder,
         checkpoint.config,
         checkpoint.architecture,
+        checkpoint.dtype,
         checkpoint.eos_token_ids,
         tokenizer,
         decoder,
@@ -100,4 +104,4 @@ def _static_decoder(weights: StaticWeights, settings: EngineSettings) -> StaticD
     if not settings.deterministic:
         return StaticDecoder(weights)
     windows = find_windows(weights.architecture, weights.embed.dtype)
-    return StaticDecoder(weights, find_quantum(weights, settings), windows)
+    return StaticDecoder(weights, find_quantum(weights), windows)

@@ -112,7 +112,7 @@ class Receiver:
         serving = self.engine.require_model()
         if not isinstance(serving.decoder, StaticDecoder):
             raise BadData(f"a {serving.architecture.model_type} model can only be loaded from a folder here")
-        self._session = Session(serving.architecture, getattr(torch, self.engine.settings.dtype))
+        self._session = Session(serving.architecture, serving.dtype)
         return "Success"
 
     async def receive(self, body: UpdateFromDistributed) -> str:

@@ -286,7 +286,13 @@ def _probe_routes(app: FastAPI, engine: Engine) -> None:
             "attention_windows": getattr(serving.decoder, "windows", None) if serving else None,
         }
         receives = serving is not None and serving.architecture.static
-        identity = {"engine": "colchis-embedded", "start_id": engine.start_id, "receives_weights": receives}
+        dtype = str(serving.dtype).removeprefix("torch.") if serving else settings.dtype
+        identity = {
+            "dtype": dtype,
+            "engine": "colchis-embedded",
+            "start_id": engine.start_id,
+            "receives_weights": receives,
+        }
         return {**settings.public(), **identity, "status": "ready", "internal_states": [live]}
 
     @app.get("/metrics")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -14,7 +15,8 @@ class EngineSettings:
     port: int = 30000
     model_path: Path | None = None
     weight_version: str = "none"
-    dtype: str = "float32"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """`auto`: that of the first weights that are loaded."""
     deterministic: bool = False
     max_running_requests: int = 64
     max_total_tokens: int = 65536

@@ -88,7 +88,7 @@ async def _pass(stage: Stage, version: int, boundary: str, trained: Commit | Non
                         agents,
                         manifest,
                         probe=outputs_of(trained).get("probe") if trained else None,
-                        tolerance=knobs.probe_tolerance,
+                        tolerance=stage.config.probe_tolerance,
                         deadline_s=knobs.activate_deadline_s,
                     )
     for record in records:

@@ -54,7 +54,7 @@ def summarise(stage: Stage, iteration: int) -> Summary:
 
 def alerts(stage: Stage, metrics: dict[str, Any]) -> list[str]:
     """Findings that do not stop a run but that somebody should look at."""
-    gap, limit = metrics.get("gap_mean"), stage.config.trainer.gap_alert
+    gap, limit = metrics.get("gap_mean"), stage.config.gap_alert
     if gap is None or gap <= limit:
         return []
     return [

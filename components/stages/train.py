@@ -80,7 +80,7 @@ def train(stage: Stage, iteration: int) -> None:
         if stage.config.reload.delta == "auto" and result.kind == "full":
             manifest = _with_delta(stage, attempt, manifest, model, [path for _, path in weights], folder / "delta")
         if adapter and stage.config.reload.adapters == "auto":
-            said, tolerance = result.probe, stage.config.reload.probe_tolerance
+            said, tolerance = result.probe, stage.config.probe_tolerance
             probe = Probe(token_ids=said.token_ids, logprobs=said.logprobs, tolerance=tolerance)
             manifest = _with_adapter(stage, manifest, adapter, probe)
         attempt.put(MANIFEST, manifest.to_bytes())

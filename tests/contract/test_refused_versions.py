@@ -12,7 +12,7 @@ from colchis.components.errors import BadConfig, BadData, ColchisError
 from colchis.components.store import keys, read_input
 from colchis.components.store.inputs import InputManifest
 from colchis.components.weights import read_manifest
-from tests.contract.replica import Replica, another_agent, tensors_of
+from tests.contract.replica import Replica, Versions, another_agent, tensors_of
 from tests.run.test_wrong_weights import Tensors, another_shape, join, not_a_number, without_a_tensor
 
 
@@ -185,3 +185,16 @@ def test_a_damaged_copy_is_fetched_again(replica: Replica) -> None:
     assert (again.repeated, again.bytes) == (False, len(raw))
     assert replica.agent.activate(1).checksums_equal
     replica.serves(1)
+
+
+def test_an_engine_of_another_type_is_refused(replica: Replica, broken: Callable[..., Path]) -> None:
+    """Fault: an engine that rounds what the trainer wrote, or is more exact than it, and samples from another policy under
+    the version's name. The engine's own answer to such a load is a 200."""
+    folder = broken(lambda tensors: tensors.update({name: t.bfloat16() for name, t in tensors.items()}))
+    rounded = Versions(replica.store, {"qwen2_a": folder, "qwen2_b": folder})
+    replica.agent.run = rounded.run
+    replica.agent.prepare(0)
+    with pytest.raises(BadConfig, match=r"the engine serves float32, weights v0 are bfloat16.*--dtype bfloat16"):
+        replica.agent.activate(0)
+    replica.agent.run = replica.versions.run
+    replica.serves(0)

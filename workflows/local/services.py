@@ -23,6 +23,7 @@ import httpx
 
 from colchis.components.config import TrainerConfig
 from colchis.components.errors import BadConfig, PeerUnavailable
+from colchis.components.weights.header import read_header
 from colchis.workflows.local.ports import free_port
 
 PR_SET_PDEATHSIG = 1
@@ -122,8 +123,14 @@ def engine_command(kind: str, *, port: int, model: Path | None, trainer: Trainer
         if model is None:
             raise BadConfig("engines of kind 'sglang' need the model's folder at start")
         more = adapter_arguments(trainer.lora_rank, trainer.lora_targets) if trainer and trainer.lora_rank else ()
-        return launch_command(model=model, port=port, more=more)
+        return launch_command(model=model, port=port, dtype=_dtype_of(model), more=more)
     raise BadConfig(f"engine kind '{kind}' is unknown; use 'embedded' or 'sglang'")
+
+
+def _dtype_of(model: Path) -> str:
+    """In which type a server is to hold a model: that of its files, so that it serves what the trainer writes."""
+    found = {span.dtype for path in model.glob("*.safetensors") for span in read_header(path)}
+    return "bfloat16" if found == {"BF16"} else "float32"
 
 
 @contextmanager

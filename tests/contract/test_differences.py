@@ -116,8 +116,11 @@ def test_a_tensor_that_is_not_finite(kind: str, engine: EngineProcess, broken: C
             parameters = [{"max_new_tokens": 8, "ignore_eos": True}]
             asked = AskedEngine("e", engine.url)
             wanted = Wanted.at_least(0)
-            prove = Balance(Engines.at([engine.url]), client, wanted).proven
-            return await generate(client, asked, [[5, 3]], parameters, wanted=wanted, prove=prove, timeout_s=30)
+            engines = Engines.at([engine.url])
+            prove, headers = Balance(engines, client, wanted).proven, engines.engine_headers
+            return await generate(
+                client, asked, [[5, 3]], parameters, wanted=wanted, prove=prove, headers=headers, timeout_s=30
+            )
 
     (answer,) = asyncio.run(ask())
     if kind == EMBEDDED:

@@ -260,6 +260,7 @@ class Pool:
                     [{"max_new_tokens": tokens, "ignore_eos": True, "sampling_seed": n} for n in range(samples)],
                     wanted=Wanted.exactly(version),
                     prove=unasked,
+                    headers={},
                     timeout_s=DEADLINE_S,
                 )
 

@@ -163,6 +163,36 @@ class Cluster:
         """Asks for the end of a pod; with `grace_s=0` it is gone at once, for the API server."""
         self.core.delete_namespaced_pod(name, NAMESPACE, grace_period_seconds=grace_s)
 
+    def drain_stages(self, workflow: str, stages: Collection[str], *, deadline_s: float) -> set[str]:
+        """Deletes a pod of each stage as soon as it runs, until the Workflow is complete; where that one had ended by itself,
+        the stage's next. The stages of which a pod was ended."""
+        asked: dict[str, str] = {}
+        drained: set[str] = set()
+        until = time.monotonic() + deadline_s
+        while time.monotonic() < until:
+            for event in watch.Watch().stream(
+                self.core.list_namespaced_pod,
+                NAMESPACE,
+                label_selector=f"workflows.argoproj.io/workflow={workflow}",
+                timeout_seconds=5,
+            ):
+                pod = event["object"]
+                stage, uid = pod.metadata.labels.get("colchis.dev/stage"), pod.metadata.uid
+                main = next((s.state for s in pod.status.container_statuses or [] if s.name == "main"), None)
+                runs = main is not None and main.running and pod.metadata.deletion_timestamp is None
+                if uid in asked and main is not None and main.terminated:
+                    del asked[uid]
+                    drained |= {stage} if main.terminated.exit_code else set()
+                if event["type"] == "DELETED":
+                    asked.pop(uid, None)
+                elif runs and stage in {*stages} - drained - {*asked.values()}:
+                    asked[uid] = stage
+                    self.delete_pod(pod.metadata.name)
+            now = self.objects.get_namespaced_custom_object(**GROUP, plural="workflows", name=workflow)
+            if _is_complete(now):
+                return drained
+        raise TimeoutError(f"{workflow} has not ended after {deadline_s:.0f} s\n{self.logs(workflow)}")
+
     def drain_pod(self, pod: Json, *, deadline_s: float = 120.0) -> int | None:
         """Deletes a pod and waits until it is gone; the exit code of its container `main`, None when nobody saw one."""
         self.delete_pod(pod.metadata.name)

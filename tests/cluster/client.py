@@ -121,9 +121,8 @@ class Cluster:
                     if not waiting:
                         follow.stop()
 
-    def pod_of(self, workflow: str, stage: str, *, deadline_s: float, past: Collection[str] = ()) -> Json:
-        """A pod of a stage as soon as its containers run, and those of `past` have ended. TimeoutError when the Workflow
-        ends before."""
+    def pod_of(self, workflow: str, stage: str, *, deadline_s: float) -> Json:
+        """A pod of a stage as soon as its containers run. TimeoutError when the Workflow ends before."""
         selector = f"workflows.argoproj.io/workflow={workflow},colchis.dev/stage={stage}"
         until = time.monotonic() + deadline_s
         while time.monotonic() < until:
@@ -132,8 +131,7 @@ class Cluster:
                 self.core.list_namespaced_pod, NAMESPACE, label_selector=selector, timeout_seconds=10
             ):
                 pod = event["object"]
-                over = {s.name for s in pod.status.container_statuses or [] if s.state.terminated}
-                if event["type"] != "DELETED" and pod.status.phase == "Running" and over.issuperset(past):
+                if event["type"] != "DELETED" and pod.status.phase == "Running":
                     follow.stop()
                     return pod
             now = self.objects.get_namespaced_custom_object(**GROUP, plural="workflows", name=workflow)

@@ -119,7 +119,9 @@ def sync(shape: Shape) -> WorkflowTemplate:
         batch = stage(shape, "batch", ITERATION, inputs=["iteration"], outputs={"decision": "stop"})
         train = stage(shape, "train", ITERATION, inputs=["iteration"], trainer=True)
         reload = reload_set(shape)
-        evaluate = stage(shape, "evaluate", ["--version", "{{inputs.parameters.version}}"], inputs=["version"])
+        evaluate = stage(
+            shape, "evaluate", ["--version", "{{inputs.parameters.version}}"], inputs=["version"], env=[ENGINE_KEY]
+        )
         again = successor(name)
         stage(
             shape,

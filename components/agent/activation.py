@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from colchis.components.agent.engine import AS_WRITTEN, Engine, EngineChecksums, EngineFacts, PauseMode
+from colchis.components.agent.engine import Engine, EngineChecksums, EngineFacts, PauseMode
 from colchis.components.agent.hashing import Hashing
 from colchis.components.agent.pause import PauseLease
 from colchis.components.agent.shelf import StagedAdapter
@@ -256,13 +256,14 @@ class Activation:
         """An engine that casts what it loads samples from another policy than the one that is trained, by its rounding."""
         types = {ENGINE_DTYPES.get(tensor.dtype) for tensor in manifest.tensors}
         written = types.pop() if len(types) == 1 else None
-        served = "float16" if (facts.dtype, written) == ("auto", "float32") else facts.dtype
-        if written is not None and served not in (written, AS_WRITTEN, "auto", "unknown"):
-            raise BadConfig(
-                f"the engine serves {served}, weights v{manifest.version} are {written}",
-                where=self.engine.url,
-                hint=f"start it with --dtype {written}, or set the run's model.dtype to what it serves",
-            )
+        if written is None or facts.serves(written):
+            return
+        raise BadConfig(
+            f"the engine serves {facts.dtype}, weights v{manifest.version} are {written}",
+            where=self.engine.url,
+            hint=f"start it again, with --dtype {written} (an embedded one without it takes the type of the first weights "
+            "that come), or set the run's model.dtype to what it serves",
+        )
 
     def _look(self, held: Held, facts: EngineFacts, previous: Served | None, deadline: Deadline) -> Before:
         try:
@@ -337,5 +338,5 @@ def _predictable(facts: EngineFacts, held: Held) -> bool:
         held.prediction is not None
         and facts.device == "cpu"
         and facts.tensor_parallel == 1
-        and facts.dtype in (AS_WRITTEN, held.prediction.dtype)
+        and facts.serves(held.prediction.dtype)
     )

@@ -16,6 +16,7 @@ from colchis.components.agent.hashing import Hashing
 from colchis.components.agent.shelf import Shelf, StagedAdapter
 from colchis.components.errors import BadData, ColchisError, PeerUnavailable
 from colchis.components.weights.deadline import Deadline
+from colchis.components.weights.gap import Gap
 from colchis.components.weights.labels import unproven
 from colchis.components.weights.protocol import Activated
 
@@ -115,17 +116,15 @@ class AdapterActivation:
                 where=self.engine.url,
                 hint="another adapter bears its name",
             )
-        gap = 0.0
-        for token_ids, expected in zip(probe.token_ids, probe.logprobs, strict=True):
+        found = []
+        for token_ids in probe.token_ids:
             answer = self.engine.generate(
                 token_ids, logprobs=True, extra_key=None, timeout_s=deadline.left_s(), adapter=staged.name
             )
-            found = answer.of(token_ids, vocabulary=base.whole.vocabulary)
-            gap = max(gap, *(abs(a - b) for a, b in zip(found, expected, strict=True)))
-        if not gap <= probe.tolerance:
+            found.append(answer.of(token_ids, vocabulary=base.whole.vocabulary))
+        if excess := Gap.of(found, probe.logprobs).excess(probe.tolerance):
             raise BadData(
-                f"log-probabilities under adapter '{staged.name}' differ from the trainer's by up to {gap:.3g}, tolerated are "
-                f"{probe.tolerance:g}",
+                f"log-probabilities of the trainer and under adapter '{staged.name}' {excess}",
                 where=self.engine.url,
                 hint="the engine does not apply the adapter as it was trained; set reload.adapters=merged",
             )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import click
 
 from colchis.components.agent.agent import AgentSettings
 from colchis.components.agent.app import serve
+from colchis.components.credentials import credential
 from colchis.components.store import StoreSettings
 
 
@@ -50,10 +50,10 @@ def command(
         staging=staging,
         pool=pool,
         engine_staging=engine_staging,
-        engine_key=os.environ.get("COLCHIS_ENGINE_KEY"),
-        engine_admin_key=os.environ.get("COLCHIS_ENGINE_ADMIN_KEY"),
+        engine_key=credential("COLCHIS_ENGINE_KEY") or None,
+        engine_admin_key=credential("COLCHIS_ENGINE_ADMIN_KEY") or None,
         budget_bytes=budget_bytes,
         cache=cache,
         cache_bytes=cache_bytes,
     )
-    serve(settings, StoreSettings.from_environment(), host=host, port=port, token=os.environ.get(token_env, ""))
+    serve(settings, StoreSettings.from_environment(), host=host, port=port, token=credential(token_env))

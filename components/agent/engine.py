@@ -21,7 +21,7 @@ DIRTY = "cache was not flushed"
 """SGLang's 400 that means: the weights are the new ones, and keys and values of the old ones are still there."""
 
 EMBEDDED = "colchis-embedded"
-AS_WRITTEN = "as written"
+AS_WRITTEN, UNKNOWN = "as written", "unknown"
 
 PauseMode = Literal["retract", "abort"]
 
@@ -35,8 +35,7 @@ class EngineFacts:
     label: str
     """Its weight_version: a free text that anybody may have set."""
     dtype: str
-    """Of its weights: `float32`, ...; `as written` where the first that it loads decide; `auto` or `unknown` where it does not
-    say."""
+    """Of its weights: `float32`, ...; AS_WRITTEN where the first that it loads decide; UNKNOWN where it does not say."""
     device: str
     tensor_parallel: int
     adapter_rank: int
@@ -47,6 +46,10 @@ class EngineFacts:
     """Ranks that can receive a version from a sender; 0: it can only load one."""
     paused: bool
     """It is well and takes no request; also an embedded engine that has no weights yet."""
+
+    def serves(self, dtype: str) -> bool:
+        """Whether weights of that type stay as they are in it, as far as it says."""
+        return self.dtype in (dtype, UNKNOWN) or (self.dtype == AS_WRITTEN and dtype in ("float32", "bfloat16"))
 
 
 @dataclass(frozen=True)
@@ -317,8 +320,9 @@ class Engine:
 
 
 def _dtype(info: Mapping[str, Any]) -> str:
-    """`auto` is the type of the files for the embedded engine; SGLang serves float32 files in float16 then."""
-    named = str(info.get("dtype") or "unknown")
+    """The embedded engine's `auto` is the type of the files. SGLang's is that of its configuration, and float16 where that says
+    float32 or nothing: it stays `auto`, which is no type that anything was written in."""
+    named = str(info.get("dtype") or UNKNOWN)
     if named == "auto" and info.get("engine") == EMBEDDED:
         return AS_WRITTEN
     return {"half": "float16", "float": "float32"}.get(named, named)

@@ -22,7 +22,8 @@ PATIENCE_S = 60.0
 
 def resume(url: str) -> bool:
     """Tell the engine to continue; False when it did not answer."""
-    key = os.environ.get("COLCHIS_ENGINE_ADMIN_KEY") or os.environ.get("COLCHIS_ENGINE_KEY")
+    keys = [os.environ.get(name, "").strip() for name in ("COLCHIS_ENGINE_ADMIN_KEY", "COLCHIS_ENGINE_KEY")]
+    key = keys[0] or keys[1]
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
     request = urllib.request.Request(url + "/continue_generation", data=b"{}", headers=headers, method="POST")
     try:

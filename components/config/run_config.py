@@ -36,7 +36,7 @@ class Rounding:
     probe_tolerance: float
 
 
-ROUNDING = {"float32": Rounding(1e-3, 2e-3), "bfloat16": Rounding(2e-2, 0.5)}
+ROUNDING = {"float32": Rounding(1e-3, 2e-4), "bfloat16": Rounding(2e-2, 2e-2)}
 """By `model.dtype`."""
 
 

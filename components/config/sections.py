@@ -326,8 +326,9 @@ class ReloadConfig(Section):
     """Longest time for pause, load, checksum, version and continue on one engine; also the lease on the pause."""
 
     probe_tolerance: float | None = Field(None, gt=0)
-    """Largest gap between the engine's and the trainer's log-probabilities of the probe tokens after a reload. By default
-    0.002, or 0.5 with `model.dtype: bfloat16`, in which two programs round one token's apart by up to 0.1."""
+    """Mean absolute gap between the engine's and the trainer's log-probabilities of the probe tokens that a reload lets pass;
+    a single token's may be 25 times as large. By default 0.0002, or 0.02 with `model.dtype: bfloat16`, in which two programs
+    round by about 0.005."""
 
 
 class EvaluationConfig(Section):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from pathlib import Path
 from types import FrameType
@@ -14,6 +13,7 @@ import torch
 import uvicorn
 
 import colchis
+from colchis.components.credentials import credential
 from colchis.components.engine.server import build_app
 from colchis.components.engine.service import Engine
 from colchis.components.engine.settings import EngineSettings
@@ -95,7 +95,7 @@ def serve(settings: EngineSettings) -> None:
     type=click.Choice(["auto", "float32", "bfloat16"]),
     default="auto",
     show_default=True,
-    help="Of weights and cache; auto: that of the first weights. Later ones are cast.",
+    help="Of weights and cache; auto: bfloat16 when all of the first weights are, else float32. Later ones are cast.",
 )
 @click.option("--deterministic", is_flag=True, help="A sample's bits depend on weights, prompt, params and seed only.")
 @click.option("--max-running-requests", type=click.IntRange(1, 4096), default=64, show_default=True)
@@ -121,7 +121,7 @@ def main(
     try:
         api_key = None
         if api_key_env is not None:
-            api_key = os.environ.get(api_key_env)
+            api_key = credential(api_key_env)
             if not api_key:
                 raise BadConfig(f"--api-key-env names {api_key_env}, which is not set or empty")
         settings = EngineSettings(

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from colchis.components.engine.architecture import Architecture, read_architecture
+from colchis.components.engine.settings import type_of
 from colchis.components.engine.weights import Assembly
 from colchis.components.errors import BadData
 
@@ -175,12 +176,13 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def own_dtype(folder: Path) -> torch.dtype:
-    """bfloat16 when all of the checkpoint is, else float32."""
-    dtypes = set()
+    """By `type_of`."""
+    dtypes: set[str] = set()
     for path in weight_files(folder):
         with _opened(path) as file:
             dtypes |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
-    return torch.bfloat16 if dtypes == {"BF16"} else torch.float32
+    dtype: torch.dtype = getattr(torch, type_of(dtypes))
+    return dtype
 
 
 def read_checkpoint(

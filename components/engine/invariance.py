@@ -72,8 +72,8 @@ def find_quantum(weights: StaticWeights) -> int:
         for quantum in QUANTA:
             if all(_invariant(weight, quantum) for weight in products):
                 return quantum
+    dtype = str(weights.embed.dtype).removeprefix("torch.")
     raise BadConfig(
-        f"--deterministic: on this CPU no row padding up to {QUANTA[-1]} makes {weights.embed.dtype} products independent "
-        "of batch companions",
-        hint="use --dtype float32, or --max-running-requests 1",
+        f"--deterministic: on this CPU no row padding up to {QUANTA[-1]} makes {dtype} products independent of batch companions",
+        hint="start without --deterministic or with --max-running-requests 1, or set the run's model.dtype to float32",
     )

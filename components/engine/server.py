@@ -21,7 +21,7 @@ from colchis.components.engine.generate_route import GenerateRoute
 from colchis.components.engine.sample import Sample
 from colchis.components.engine.scheduler import PauseMode
 from colchis.components.engine.service import Body, Engine, UpdateFromDisk, refusal
-from colchis.components.errors import BadData, ColchisError, PeerUnavailable
+from colchis.components.errors import BadConfig, BadData, ColchisError, PeerUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +100,8 @@ def build_app(engine: Engine) -> FrontDoor:
     app = FastAPI(title="Colchis embedded engine", lifespan=lifespan, docs_url=None, redoc_url=None)
 
     @app.exception_handler(BadData)
-    async def bad_data(request: Request, error: BadData) -> JSONResponse:
+    @app.exception_handler(BadConfig)
+    async def bad_data(request: Request, error: BadData | BadConfig) -> JSONResponse:
         return refusal(str(error), 400)
 
     @app.exception_handler(PeerUnavailable)

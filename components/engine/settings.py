@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
+
+
+def type_of(written: Collection[str]) -> Literal["float32", "bfloat16"]:
+    """In which type a model is served whose files have tensors of these types, as safetensors names them."""
+    return "bfloat16" if set(written) == {"BF16"} else "float32"
 
 
 @dataclass(frozen=True)
@@ -16,7 +22,7 @@ class EngineSettings:
     model_path: Path | None = None
     weight_version: str = "none"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """`auto`: that of the first weights that are loaded."""
+    """`auto`: that of the first weights, by `type_of`."""
     deterministic: bool = False
     max_running_requests: int = 64
     max_total_tokens: int = 65536

@@ -44,7 +44,7 @@ class Probe(Record):
     logprobs: list[list[float]]
     """Of all tokens but each sequence's first, natural logarithm at temperature 1."""
     tolerance: float = Field(gt=0)
-    """Largest gap at which an engine still has the same weights."""
+    """Mean gap at which an engine still has the same weights (components/weights/gap.py)."""
 
 
 class Adapter(Record):

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 import httpx
 
+from colchis.components.credentials import credential
 from colchis.components.errors import BadConfig
 from colchis.components.rollout.versions import Wanted
 from colchis.components.weights import labels
@@ -115,8 +116,7 @@ class Engines:
         agents = [a for a in os.environ.get("COLCHIS_ENGINES", "").split(",") if a.strip()]
         if not agents:
             raise BadConfig("COLCHIS_ENGINES is not set: it names the engines' agents, e.g. dns://pool-agents:9000")
-        token, key = (os.environ.get(name, "") for name in ("COLCHIS_AGENT_TOKEN", "COLCHIS_ENGINE_KEY"))
-        return cls(agents, token=token, key=key)
+        return cls(agents, token=credential("COLCHIS_AGENT_TOKEN"), key=credential("COLCHIS_ENGINE_KEY"))
 
     @classmethod
     def at(cls, urls: Sequence[str], *, key: str = "") -> Engines:

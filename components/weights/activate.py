@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import httpx
 from pydantic import ValidationError
 
+from colchis.components.credentials import credential
 from colchis.components.errors import BadConfig, BadData, Bug, ColchisError, PeerUnavailable, Temporary
 from colchis.components.http_client import pool_client
 from colchis.components.records.boundary import Boundary, BoundaryRecord
@@ -26,6 +27,7 @@ from colchis.components.records.weights import Adapter, WeightsManifest
 from colchis.components.store import Store, keys
 from colchis.components.weights.architecture import EMBEDDING
 from colchis.components.weights.deadline import Deadline
+from colchis.components.weights.gap import Gap
 from colchis.components.weights.protocol import (
     ENGINE_HEADER,
     Activate,
@@ -132,7 +134,7 @@ class Agents:
     @classmethod
     def from_environment(cls) -> Self:
         """From COLCHIS_ENGINES and COLCHIS_AGENT_TOKEN. BadConfig when one is missing."""
-        token = os.environ.get("COLCHIS_AGENT_TOKEN", "")
+        token = credential("COLCHIS_AGENT_TOKEN")
         if not token:
             raise BadConfig("COLCHIS_AGENT_TOKEN is not set: agents refuse whoever has no token")
         return cls(os.environ.get("COLCHIS_ENGINES", "").split(","), token)
@@ -305,7 +307,7 @@ async def probe_all(
     """Boundary 5 at every engine: nothing of the old cache was left, and the engine agrees with the trainer.
 
     `probe` is {token_ids: [[int]], logprobs: [[float]]}, the trainer's log-probabilities of all tokens but the first;
-    None (v0 has no trainer) asks for some tokens and compares nothing. BadData above `tolerance`, the largest gap.
+    None (v0 has no trainer) asks for some tokens and compares nothing. BadData above `tolerance` (components/weights/gap.py).
     """
     vocabulary = next((t.shape[0] for t in manifest.tensors if t.name == EMBEDDING), 2)
     sequences: list[list[int]] = probe["token_ids"] if probe else [list(range(max(2, min(8, vocabulary))))]
@@ -316,14 +318,10 @@ async def probe_all(
         _expect("label that the answers carry", _label(manifest, answer.adapter), answer.weight_version)
         if answer.cached_tokens:
             raise BadData(f"{answer.cached_tokens} tokens were cached after the flush")
-        gaps = [
-            abs(engine - trainer)
-            for of_engine, of_trainer in zip(answer.logprobs, expected or [], strict=expected is not None)
-            for engine, trainer in zip(of_engine, of_trainer, strict=True)
-        ]
-        if gaps and not max(gaps) <= tolerance:
+        gap = Gap.of(answer.logprobs, expected) if expected else None
+        if gap and (excess := gap.excess(tolerance)):
             raise BadData(
-                f"log-probabilities of engine and trainer differ by up to {max(gaps):.3g}, tolerated are {tolerance:g}",
+                f"log-probabilities of engine and trainer {excess}",
                 hint="compare the types of engine and trainer; raise reload.probe_tolerance if this is their rounding",
             )
         return {
@@ -333,8 +331,8 @@ async def probe_all(
             "cached_tokens_before": answer.cached_tokens_before,
             "sequences": len(sequences),
             "tokens": sum(map(len, sequences)),
-            "max_gap": max(gaps) if gaps else None,
-            "mean_gap": sum(gaps) / len(gaps) if gaps else None,
+            "max_gap": gap.largest if gap else None,
+            "mean_gap": gap.mean if gap else None,
             "tolerance": tolerance,
         }
 

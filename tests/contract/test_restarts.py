@@ -150,9 +150,7 @@ def test_a_pod_that_is_killed_in_a_reload(replica: Replica, pod: Pod, models: di
         assert agent.activate(1).checksums_equal
         assert replica.gap() < 2e-5
         replica.versions.declare(1)
-        eventually(
-            lambda: agent.ready().status_code == 200, "what is declared is ready"
-        )  # it may just have been looked at
+        eventually(lambda: agent.ready().status_code == 200, "what is declared is ready")
         replica.serves(1)
         if rolled is not None:
             group, stats = rolled.result(240)

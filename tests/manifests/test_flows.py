@@ -134,3 +134,11 @@ def test_a_wider_policy_is_found(overlay: list[Document]) -> None:
     wider = [Document(d.file, body, d.node) if d.name == "samplers-to-engines" else d for d in overlay]
     network, expected = network_of(wider)
     assert network.flows() != expected or network.one_sided()
+
+
+def test_who_may_ask_engines_has_their_key(overlay: list[Document]) -> None:
+    """Fault: a stage that samples, and is refused by engines that were started with a key."""
+    may_ask = {a for a, b, port in Network(overlay).flows() if (b, port) == ("engine", "30000/TCP")}
+    stages = [pod for pod in pods(overlay) if "colchis.dev/stage" in pod.labels]
+    have = {p.name for p in stages for c in p.containers for v in c.get("env", []) if v["name"] == "COLCHIS_ENGINE_KEY"}
+    assert have == may_ask == {"rollout", "evaluate"}

@@ -22,6 +22,7 @@ from typing import IO
 import httpx
 
 from colchis.components.config import TrainerConfig
+from colchis.components.engine.settings import type_of
 from colchis.components.errors import BadConfig, PeerUnavailable
 from colchis.components.weights.header import read_header
 from colchis.workflows.local.ports import free_port
@@ -122,15 +123,10 @@ def engine_command(kind: str, *, port: int, model: Path | None, trainer: Trainer
 
         if model is None:
             raise BadConfig("engines of kind 'sglang' need the model's folder at start")
+        written = {span.dtype for path in model.glob("*.safetensors") for span in read_header(path)}
         more = adapter_arguments(trainer.lora_rank, trainer.lora_targets) if trainer and trainer.lora_rank else ()
-        return launch_command(model=model, port=port, dtype=_dtype_of(model), more=more)
+        return launch_command(model=model, port=port, dtype=type_of(written), more=more)
     raise BadConfig(f"engine kind '{kind}' is unknown; use 'embedded' or 'sglang'")
-
-
-def _dtype_of(model: Path) -> str:
-    """In which type a server is to hold a model: that of its files, so that it serves what the trainer writes."""
-    found = {span.dtype for path in model.glob("*.safetensors") for span in read_header(path)}
-    return "bfloat16" if found == {"BF16"} else "float32"
 
 
 @contextmanager

@@ -259,7 +259,7 @@ class Activation:
         if written is None or facts.serves(written):
             return
         raise BadConfig(
-            f"the engine serves {facts.dtype}, weights v{manifest.version} are {written}",
+            f"the engine runs with dtype {facts.dtype}, weights v{manifest.version} are {written}",
             where=self.engine.url,
             hint=f"start it again, with --dtype {written} (an embedded one without it takes the type of the first weights "
             "that come), or set the run's model.dtype to what it serves",

@@ -138,7 +138,7 @@ def test_probe_compares_with_the_trainer(store: Store, versions: Versions, agent
     assert asyncio.run(probe(logprobs)) < 1e-5
     with pytest.raises(BadData, match=r"boundary 5 \(cache\).*differ by .* on average"):
         asyncio.run(probe([logprobs[0] + 0.01, *logprobs[1:]]))
-    with pytest.raises(BadData, match="differ by nan on average"):
+    with pytest.raises(BadData, match=r"differ by nan on average"):
         asyncio.run(probe([float("nan"), *logprobs[1:]]))
     with pytest.raises(BadData, match="outside the vocabulary"):
         agent.ask(lambda a: a.probe(Probe(token_ids=[[3, 50]])))

@@ -194,7 +194,9 @@ def test_an_engine_of_another_type_is_refused(replica: Replica, broken: Callable
     rounded = Versions(replica.store, {"qwen2_a": folder, "qwen2_b": folder})
     replica.agent.run = rounded.run
     replica.agent.prepare(0)
-    with pytest.raises(BadConfig, match=r"the engine serves float32, weights v0 are bfloat16.*--dtype bfloat16"):
+    with pytest.raises(
+        BadConfig, match=r"the engine runs with dtype float32, weights v0 are bfloat16.*--dtype bfloat16"
+    ):
         replica.agent.activate(0)
     replica.agent.run = replica.versions.run
     replica.serves(0)

@@ -343,7 +343,7 @@ def test_an_adapter_that_does_not_say_what_the_trainer_says_is_refused(pool: Poo
     """Fault: layers, a scale or a type that the engine reads in another way; its checksums are those of the base alone."""
     pool.reload(1)
     pool.agent.prepare(5)
-    with pytest.raises(BadData, match="under adapter .* differ by"):
+    with pytest.raises(BadData, match=r"under adapter .* differ by"):
         pool.agent.activate(5)
     assert pool.agent.ready().status_code == 503
     assert pool.reload(2)["load"]["pause_s"] == 0, "the base was there all the time"

@@ -33,16 +33,15 @@ def test_a_reload_is_drained_at_each_boundary(config: Path, calm: list[str], clu
     workflow = submit(config, "emptied")
     # the first reload has passed then: it has no training before it
     cluster.pod_of(workflow, "train", deadline_s=DEADLINE_S)
-    boundaries = list(BOUNDARIES.values())
+    boundaries, codes = list(BOUNDARIES.values()), []
     for before in [None, *boundaries[:-1]]:
         if before is not None:
             _wait_for_record(store, "emptied", before)
-        cluster.drain_pod(cluster.pod_of(workflow, "reload", deadline_s=DEADLINE_S))
-    status = ended(cluster, workflow)
+        codes.append(cluster.drain_pod(cluster.pod_of(workflow, "reload", deadline_s=DEADLINE_S)))
+    ended(cluster, workflow)
     assert digests_of(store, "emptied") == calm
-    # Error: the controller saw that the pod was gone, and not what its containers said before
-    drained = [n for n in status["nodes"].values() if n["type"] == "Pod" and n["phase"] in ("Failed", "Error")]
-    assert len(drained) >= 4, f"most had ended before they were disturbed: {[n.get('message') for n in drained]}"
+    # not by the nodes: Argo makes a pod of the same node again when it was gone before the controller had seen it end
+    assert sum(code != 0 for code in codes) >= 4, f"most had ended before they were disturbed: {codes}"
 
 
 def _wait_for_record(store: Store, run: str, boundary: str) -> None:

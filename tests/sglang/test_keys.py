@@ -81,8 +81,8 @@ def test_the_agent_has_the_keys_and_a_stranger_does_not(
         probed = agent.ask(lambda a: a.probe(Probe(token_ids=[[3, 7, 11]])))
         assert (probed.version, probed.weight_version) == (1, "1")
         keys = {"": lock == "admin", USER: True, "another": lock == "admin"}
-        for key, is_let_in in keys.items():
-            engines = Engines([agent.url], token=TOKEN, key=key)
+        pools = {key: [Engines([agent.url], token=TOKEN, key=key), Engines.at([locked], key=key)] for key in keys}
+        for engines, is_let_in in [(engines, keys[key]) for key, both in pools.items() for engines in both]:
             if is_let_in:
                 (arrived, stats) = roll(engines, models["qwen2_b"], Wanted.exactly(1))
                 assert (len(arrived), stats.faults) == (SAMPLES, {})

@@ -34,16 +34,20 @@ TAKEN_AWAY = [75, 137, 143, 2]
 """Exit codes worth another try: temporary failure, SIGKILL (out of memory, lost node), SIGTERM, and SIGTERM at a moment when
 Argo's executor does not handle it: it is process 1 of the container, and Go then ends with 2. No stage ends with that.
 
-The exit code of a set of containers is that of `main`, which is 64 when one before it failed. Its message is that of the one
-that failed first (see `BOUNDARIES`), so `RETRY` reads the code there as well."""
+`RETRY` reads the code in the message, where there is one. The pod's own is that of `main`, which says 64 when a container of
+its set failed before it, or 143, for the controller ends what is left of such a pod. The message is that of the container which
+failed first (see `BOUNDARIES`)."""
+
+_CODE_IN_MESSAGE = "^[^(]*[(]exit code "
 
 RETRY = RetryStrategy(
     limit="5",
     retry_policy="Always",
     backoff=m.Backoff(duration="2s", factor="2"),  # a max_duration would count, and end, the stage's own time as well
     expression=(
-        f"lastRetry.status == 'Error' || (asInt(lastRetry.exitCode) in {TAKEN_AWAY})"
-        f" || lastRetry.message matches '^[^(]*[(]exit code ({'|'.join(map(str, TAKEN_AWAY))})[)]'"
+        "lastRetry.status == 'Error'"
+        f" || lastRetry.message matches '{_CODE_IN_MESSAGE}({'|'.join(map(str, TAKEN_AWAY))})[)]'"
+        f" || (!(lastRetry.message matches '{_CODE_IN_MESSAGE}') && asInt(lastRetry.exitCode) in {TAKEN_AWAY})"
         " || lastRetry.message contains 'context canceled'"  # terminated while the executor starts the program: 64
         " || lastRetry.message matches 'node shutdown|low on resource'"  # what the kubelet itself says of a pod that it ends
     ),

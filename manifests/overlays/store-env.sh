@@ -12,4 +12,6 @@ region=us-east-1
 accessKey=$(key 10)
 secretKey=$(key 20)
 agentToken=$(key 16)
+engineKey=$(key 16)
+engineAdminKey=$(key 16)
 T

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import secrets
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -277,6 +278,16 @@ class Cluster:
             none = apps.patch_namespaced_stateful_set_scale(name, NAMESPACE, {"spec": {"replicas": 0}})
             # whoever scales it up next must not take these pods for its own
             self.wait_for_no_pods(none.status.selector, deadline_s=deadline_s)
+
+    @contextmanager
+    def engine_keys(self) -> Iterator[dict[str, str]]:
+        """Keys for locked engines in the Secret, for as long as it takes: what is started meanwhile has them."""
+        values = {name: secrets.token_hex(16) for name in ("engineKey", "engineAdminKey")}
+        self.core.patch_namespaced_secret("colchis-store", NAMESPACE, {"stringData": values})
+        try:
+            yield values
+        finally:
+            self.core.patch_namespaced_secret("colchis-store", NAMESPACE, {"data": dict.fromkeys(values)})
 
     def ready_pods(self, names: Iterable[str], *, deadline_s: float) -> set[str]:
         """Those of these pods that are ready, as soon as all are, or at the deadline."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from colchis.components.store import Lease, Store, keys
@@ -25,27 +26,34 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def other(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A second pool, made as docs/operations.md says: a copy of the folder of the first, with another name in it."""
+    """A second pool, made as docs/operations.md says: a copy of the folder of the first, with another name in it. Its engines
+    are locked, as docs/security.md says."""
     manifests = tmp_path_factory.mktemp("pools") / "manifests"
     shutil.copytree(REPOSITORY / "manifests", manifests)
     folder = manifests / "overlays/test/pool-other"
     shutil.copytree(manifests / "overlays/test/pool-main", folder)
     file = folder / "kustomization.yaml"
-    file.write_text(file.read_text().replace("main", "other") + "namespace: colchis\n")
-    apply = ["kubectl", "apply", "--server-side", "-k", str(folder)]
-    done = subprocess.run(apply, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    with cluster.scaled("colchis-engines-other", 1) as addresses:
-        for address in addresses.values():
-            wait_for(f"http://{address}:9000/live", deadline_s=180)
-        yield "other"
+    pool = "../../../components/pool-embedded"
+    text = file.read_text().replace(pool, f"{pool}, ../../../components/lock-embedded")
+    file.write_text(text.replace("main", "other") + "namespace: colchis\n")
+    with cluster.engine_keys():
+        apply = ["kubectl", "apply", "--server-side", "-k", str(folder)]
+        done = subprocess.run(apply, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        with cluster.scaled("colchis-engines-other", 1) as addresses:
+            for address in addresses.values():
+                wait_for(f"http://{address}:9000/live", deadline_s=180)
+                locked = httpx.post(f"http://{address}:30000/pause_generation", json={"mode": "abort"}, timeout=30)
+                assert locked.status_code == 401, "a stranger may pause it"
+            yield "other"
     subprocess.run(["kubectl", "delete", "-k", str(folder)], capture_output=True, timeout=120, check=True)
 
 
 def test_two_runs_at_once_and_a_third_that_is_refused(
     config: Path, calm: list[str], cluster: Cluster, store: Store, other: str
 ) -> None:
-    """Fault: runs that mix their engines or wait for each other; a third that pushes its weights into a pool in use."""
+    """Fault: runs that mix their engines or wait for each other; a third that pushes its weights into a pool in use; a stage
+    that has no key for locked engines."""
     east = submit(config, "east")
     cluster.pod_of(east, "rollout", deadline_s=DEADLINE_S)
     west, third = submit(config, "west", "--pool", other), submit(config, "intruder")

@@ -37,8 +37,24 @@ def kubectl(*words: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def engines(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The pool with one engine: its pod and address."""
+def engine_keys(cluster: Cluster) -> Iterator[dict[str, str]]:
+    with cluster.engine_keys() as values:
+        yield values
+
+
+def served(address: str, engine_keys: dict[str, str]) -> str:
+    """The version that a locked engine says it serves."""
+    url, key = f"http://{address}:30000/model_info", engine_keys["engineKey"]
+    assert httpx.get(url, timeout=30).status_code == 401
+    answer = httpx.get(url, timeout=30, headers={"Authorization": f"Bearer {key}"})
+    return str(answer.raise_for_status().json()["weight_version"])
+
+
+@pytest.fixture(scope="module")
+def engines(
+    cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, engine_keys: dict[str, str]
+) -> Iterator[dict[str, str]]:
+    """The pool with one engine, locked by keys: its pod and address."""
     python = environment.find()
     if python is None:
         pytest.skip("the environment of SGLang has not been built: run `make test-sglang`")
@@ -66,9 +82,11 @@ def engines(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Itera
     kubectl("delete", "-f", str(volumes), "--wait=true")
 
 
-def test_a_run_trains_sglang_over_five_boundaries(cluster: Cluster, store: Store, engines: dict[str, str]) -> None:
+def test_a_run_trains_sglang_over_five_boundaries(
+    cluster: Cluster, store: Store, engines: dict[str, str], engine_keys: dict[str, str]
+) -> None:
     """Catches what only the pods have: the launcher under `restricted`, a shared folder between two users, probes that a
-    pause upsets, addresses by a headless Service."""
+    pause upsets, addresses by a headless Service, keys out of a Secret."""
     overrides = [word for setting in SMALL for word in ("--set", setting)]
     workflow = submit(EXAMPLE, RUN, "--pool", POOL, *overrides)
     status = ended(cluster, workflow)
@@ -79,8 +97,7 @@ def test_a_run_trains_sglang_over_five_boundaries(cluster: Cluster, store: Store
     summaries = [Summary.from_bytes(store.get(key).data, key) for key in (keys.summary(RUN, i) for i in range(2))]
     assert [s.version for s in summaries] == [1, 2]
     for address in engines.values():
-        info = httpx.get(f"http://{address}:30000/model_info", timeout=30).json()
-        assert info["weight_version"] == "2"
+        assert served(address, engine_keys) == "2"
     assert cluster.ready_pods(engines, deadline_s=60) == set(engines)
     shown = colchis("status", RUN)
     assert shown.returncode == 0
@@ -89,7 +106,7 @@ def test_a_run_trains_sglang_over_five_boundaries(cluster: Cluster, store: Store
 
 
 def test_an_engine_that_comes_back_gets_what_its_run_declares(
-    cluster: Cluster, store: Store, engines: dict[str, str]
+    cluster: Cluster, store: Store, engines: dict[str, str], engine_keys: dict[str, str]
 ) -> None:
     """Catches a restarted SGLang that takes requests with the weights that it was started with: it is not ready until
     its agent, whose staged copy went with the pod, has put in what the run that holds the pool declares."""
@@ -102,5 +119,4 @@ def test_an_engine_that_comes_back_gets_what_its_run_declares(
     finally:
         lease.release()
     address = cluster.core.read_namespaced_pod(pod, "colchis").status.pod_ip
-    info = httpx.get(f"http://{address}:30000/model_info", timeout=30).json()
-    assert info["weight_version"] == "2"
+    assert served(address, engine_keys) == "2"

@@ -12,7 +12,8 @@ Keys of `expect`:
     core      true for the ten that a short run takes
     phase     of the workflow;   message: part of its message
     nodes     node name without the workflow's -> what is expected: phase (or a list of them), type, message (a part of
-              it), outputs (parameters by name), result, exitCode, children (number); `absent: true` for no such node
+              it), outputs (parameters by name), result, exitCode (or a list), children (number); `absent: true` for no
+              such node
     order     lists of node names: each has finished before the next one has started
     successors  names of Workflows that exist afterwards, each with its phase
     refused   part of the interpreter's error; the case isn't run. `phase` is then what a controller makes of it, and
@@ -107,8 +108,9 @@ def _check_node(
         if parameters.get(key) != value:
             wrong.append(f"{name}: output {key} is {parameters.get(key)!r}, expected {value!r}")
     for key in ("result", "exitCode"):
-        if key in wanted and outputs.get(key) != wanted[key]:
-            wrong.append(f"{name}: {key} is {outputs.get(key)!r}, expected {wanted[key]!r}")
+        accepted = wanted.get(key, outputs.get(key))
+        if outputs.get(key) not in (accepted if isinstance(accepted, list) else [accepted]):
+            wrong.append(f"{name}: {key} is {outputs.get(key)!r}, expected {accepted!r}")
     if "children" in wanted and len(node.get("children", [])) != wanted["children"]:
         wrong.append(f"{name}: {len(node.get('children', []))} children, expected {wanted['children']}")
     return wrong

@@ -11,6 +11,7 @@ from colchis.components.errors import BadConfig
 from colchis.workflows.local.interpreter import Interpreter, WorkflowResult
 from colchis.workflows.local.launcher import Launcher
 from colchis.workflows.local.parents import ExecLauncher
+from colchis.workflows.templates import RETRY
 from tests.conformance.table import Case, check, load_cases
 
 CASES = load_cases()
@@ -80,3 +81,10 @@ def test_interpreter_refuses_what_it_cannot_mean(
 
 def test_table_has_ten_core_cases() -> None:
     assert len([case for case in CASES if case.core]) == 10
+
+
+def test_the_retry_expression_of_the_table_is_that_of_the_stages() -> None:
+    """Catches a table that pins yesterday's expression."""
+    (case,) = [case for case in CASES if case.name == "retry-container-set-abandoned"]
+    (template,) = case.workflow["spec"]["templates"]
+    assert template["retryStrategy"]["expression"] == RETRY.expression

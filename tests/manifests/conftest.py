@@ -15,10 +15,25 @@ from tests.cluster.harness import build
 REPOSITORY = Path(__file__).parents[2]
 MANIFESTS = REPOSITORY / "manifests"
 OVERLAYS = tuple(sorted(p.parent.name for p in (MANIFESTS / "overlays").glob("*/kustomization.yaml")))
-WITH_MINIO = "dev-with-minio"
-"""The overlay `dev` with the component that no overlay uses."""
-WITH_DIRECT = "dev-with-direct-transfer"
-"""The same for the other one that none uses."""
+VARIANTS = {
+    "dev-with-minio": ("kustomization.yaml", "components/seaweedfs", "components/minio"),
+    "dev-with-direct-transfer": (
+        "kustomization.yaml",
+        "../../components/seaweedfs",
+        "../../components/seaweedfs, ../../components/direct-transfer",
+    ),
+    "dev-with-locks": (
+        "pool-main/kustomization.yaml",
+        "../../../components/pool-embedded",
+        "../../../components/pool-embedded, ../../../components/lock-embedded",
+    ),
+    "prod-with-locks": (
+        "pool-main/kustomization.yaml",
+        "../../../components/pool-sglang",
+        "../../../components/pool-sglang, ../../../components/lock-sglang",
+    ),
+}
+"""OVERLAY-with-COMPONENT, for the components that no overlay uses: file, what it says, and what it says in the variant."""
 OTHERS = ("argo", "cluster-scoped", "gitops/argocd", "gitops/flux")
 """Folders that are applied beside an overlay."""
 
@@ -43,16 +58,17 @@ def manifests(tmp_path_factory: pytest.TempPathFactory) -> Path:
             command = ["sh", str(folder / "overlays/store-env.sh"), "http://seaweedfs:8333"]
             keys = subprocess.run(command, check=True, capture_output=True, text=True).stdout
             (folder / "overlays" / overlay / "store.env").write_text(keys)
-    shutil.copytree(folder / "overlays/dev", folder / "overlays" / WITH_MINIO)
-    kustomization = folder / "overlays" / WITH_MINIO / "kustomization.yaml"
-    kustomization.write_text(kustomization.read_text().replace("components/seaweedfs", "components/minio"))
-    shutil.copytree(folder / "overlays/dev", folder / "overlays" / WITH_DIRECT)
-    kustomization = folder / "overlays" / WITH_DIRECT / "kustomization.yaml"
-    seaweedfs = "components: [../../components/seaweedfs"
-    assert seaweedfs in kustomization.read_text()
-    text = kustomization.read_text().replace(seaweedfs, f"{seaweedfs}, ../../components/direct-transfer")
-    kustomization.write_text(text)
+    for name, (file, old, new) in VARIANTS.items():
+        shutil.copytree(folder / "overlays" / overlay_of(name), folder / "overlays" / name)
+        text = (folder / "overlays" / name / file).read_text()
+        assert text.count(old) == 1
+        (folder / "overlays" / name / file).write_text(text.replace(old, new))
     return folder
+
+
+def overlay_of(folder: str) -> str:
+    """What a variant was made of; itself for what is none."""
+    return folder.partition("-with-")[0]
 
 
 def kustomize(kubectl: Path, folder: Path) -> str:
@@ -65,11 +81,11 @@ def kustomize(kubectl: Path, folder: Path) -> str:
 @pytest.fixture(scope="session")
 def documents(kubectl: Path, manifests: Path) -> dict[str, list[Document]]:
     """Folder of manifests/ -> its objects."""
-    folders = (*(f"overlays/{name}" for name in (*OVERLAYS, WITH_MINIO, WITH_DIRECT)), *OTHERS)
+    folders = (*(f"overlays/{name}" for name in (*OVERLAYS, *VARIANTS)), *OTHERS)
     return {folder: parse(kustomize(kubectl, manifests / folder), folder) for folder in folders}
 
 
-@pytest.fixture(params=(*OVERLAYS, WITH_MINIO, WITH_DIRECT))
+@pytest.fixture(params=(*OVERLAYS, *VARIANTS))
 def overlay(request: pytest.FixtureRequest, documents: dict[str, list[Document]]) -> list[Document]:
     """The objects of one overlay; a test that asks for it runs once for each."""
     return documents[f"overlays/{request.param}"]

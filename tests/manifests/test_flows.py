@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from colchis.workflows.documents import Document
+from tests.manifests.conftest import overlay_of
 from tests.manifests.objects import Pod, find, pods, selects
 from tests.manifests.tables import table, words
 
@@ -17,8 +18,6 @@ Flow = tuple[str, str, str]
 ADDRESSES = {
     "overlays/test": {"10.244.0.1/32:6443/TCP": "API server", "10.244.0.1/32:8333/TCP": "store"},
     "overlays/dev": {"172.16.0.0/12:6443/TCP": "API server"},
-    "overlays/dev-with-minio": {"172.16.0.0/12:6443/TCP": "API server"},
-    "overlays/dev-with-direct-transfer": {"172.16.0.0/12:6443/TCP": "API server"},
     "overlays/prod": {"203.0.113.1/32:6443/TCP": "API server", "203.0.113.10/32:443/TCP": "store"},
 }
 ELSEWHERE = {("kube-system", "k8s-app", "kube-dns"): "cluster DNS", ("argo", "app", "argo-server"): "Argo server"}
@@ -29,7 +28,7 @@ class Network:
     """Who may speak to whom, as a network plugin reads the policies."""
 
     def __init__(self, documents: list[Document]) -> None:
-        self.addresses = ADDRESSES[documents[0].file]
+        self.addresses = ADDRESSES[overlay_of(documents[0].file)]
         self.policies = [body["spec"] for body in find(documents, "NetworkPolicy").values()]
         self.pods = {pod.name: pod for pod in pods(documents)}
 

@@ -130,12 +130,19 @@ def test_the_namespace_enforces_it(documents: dict[str, list[Document]]) -> None
 
 
 def test_engines_have_no_credentials(overlay: list[Document]) -> None:
-    """Fault: a container that runs a third party's server and holds the keys of the store."""
+    """Fault: a container that runs a third party's server and holds the keys of the store. Only its own are in a locked one."""
     engines = [p for p in pods(overlay) if p.name == "engine"]
     assert engines
+    own = {
+        "overlays/dev-with-locks": {"COLCHIS_ENGINE_KEY": "engineKey"},
+        "overlays/prod-with-locks": {"COLCHIS_ENGINE_KEY": "engineKey", "COLCHIS_ENGINE_ADMIN_KEY": "engineAdminKey"},
+    }
     for pod in engines:
         engine = next(c for c in pod.containers if c["name"] == "engine")
-        assert "secretKeyRef" not in str(engine)
+        keys = {e["name"]: e["valueFrom"]["secretKeyRef"]["key"] for e in engine["env"] if "valueFrom" in e}
+        assert keys == own.get(overlay[0].file, {})
+        assert str(engine).count("secretKeyRef") == len(keys)
+        assert all(name in " ".join(engine["args"]) for name in keys), "a key that the engine is not told to use"
         assert {m["mountPath"]: m.get("readOnly", False) for m in engine["volumeMounts"]}["/staging"] is True
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from colchis.workflows.local.pods import Pod
 
 DEPENDENCY_FAILED = 64  # the exit code of a container that doesn't run because one before it failed
-STOPPED = 143  # that of one that still waits when the pod is stopped
+STOPPED = 143  # that of one that still waits when the pod is stopped, or another container failed
 
 
 async def run_set(pod: Pod) -> tuple[Phase, str, str | None]:
@@ -36,6 +36,7 @@ class _Set:
         self.codes: dict[str, int] = {}
         self.ended = {container["name"]: asyncio.Event() for container in self.containers}
         self.stopped: str | None = None
+        self.failed = asyncio.Event()  # the controller then ends what is left of the pod
 
     async def run(self) -> tuple[Phase, str, str | None]:
         self._add_nodes()
@@ -67,12 +68,16 @@ class _Set:
     async def _container(self, container: Mapping[str, Any]) -> None:
         name = container["name"]
         for dependency in container.get("dependencies", []):
+            await self._ended_or_failed(dependency)
+            if dependency not in self.codes and not self._follows_failure(name):
+                self._end(name, Ended(STOPPED))
+                return
             await self.ended[dependency].wait()
             if self.codes[dependency] != 0:
                 why = f'dependency "{dependency}" exited with non-zero code: {self.codes[dependency]}'
                 self._end(name, Ended(DEPENDENCY_FAILED, why=why))
                 return
-        if self.stopped is not None:
+        if self.stopped is not None or self.failed.is_set():
             self._end(name, Ended(STOPPED))
             return
         self.workflow.emit(EventKind.NODE_STARTED, self.nodes[name])
@@ -82,17 +87,33 @@ class _Set:
 
     def _end(self, name: str, ended: Ended) -> None:
         code = self.codes[name] = ended.code
+        if code != 0:
+            self.failed.set()
         phase = Phase.SUCCEEDED if code == 0 else Phase.ERROR if code == DEPENDENCY_FAILED else Phase.FAILED
         self.workflow.nodes.mark(self.nodes[name], phase, f"{name}: {ended.message}" if code else "")
         self.workflow.emit(EventKind.NODE_FINISHED, self.nodes[name])
         self.ended[name].set()
 
+    async def _ended_or_failed(self, name: str) -> None:
+        """Returns when that container has ended, or any has failed."""
+        waits = {asyncio.create_task(event.wait()) for event in (self.ended[name], self.failed)}
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    def _follows_failure(self, name: str) -> bool:
+        """Whether one that it depends on, at any distance, has failed."""
+        depends = next(c.get("dependencies", []) for c in self.containers if c["name"] == name)
+        return any(self.codes.get(d, 0) != 0 or self._follows_failure(d) for d in depends)
+
     async def _attempts(self, container: Mapping[str, Any]) -> Ended:
         """A retry runs the one container again, whatever its exit code, in the file system as it is."""
         left = int(self.retries.get("retries", 0))
         while True:
-            ended = await self.pod.run_container(container, container["name"])
-            if ended.code == 0 or ended.stopped is not None or left == 0:
+            ended = await self.pod.run_container(container, container["name"], abandoned=self.failed)
+            if ended.code == 0 or ended.stopped is not None or left == 0 or self.failed.is_set():
                 return ended
             left -= 1
             await self.workflow.pause(seconds(self.retries.get("duration", 0)), self.pod.frame.on_exit)

@@ -150,8 +150,10 @@ class Pod:
         fields = {"metadata.name": self.name, "metadata.namespace": self.run.namespace, "metadata.uid": self.node.id}
         return {**fields, "spec.nodeName": socket.gethostname(), "status.podIP": "127.0.0.1"}[path]
 
-    async def run_container(self, container: Mapping[str, Any], name: str) -> Ended:
-        """Runs one container to its end."""
+    async def run_container(
+        self, container: Mapping[str, Any], name: str, *, abandoned: asyncio.Event | None = None
+    ) -> Ended:
+        """Runs one container to its end, or until it is `abandoned`."""
         settings, declared = self.run.settings, self._declared(container)
         own = {"TMPDIR": str(self.inside("/tmp")), "ARGO_PROGRESS_FILE": str(self.directory / "progress")}
         environment = {**settings.base_environment, **declared, **settings.environment, **own}
@@ -168,7 +170,7 @@ class Pod:
         deadline = self.template.get("activeDeadlineSeconds")
         deadline_s = None if deadline is None else float(substitute(str(deadline), self.scope))
         async with self._progress():
-            ended = await self.run.supervise(command, deadline_s, self.frame.on_exit)
+            ended = await self.run.supervise(command, deadline_s, self.frame.on_exit, abandoned=abandoned)
         if self.frame.capture_result and name == "main":
             with open(stdout, "rb") as file:
                 file.seek(max(0, stdout.stat().st_size - PARAMETER_LIMIT_BYTES))

@@ -100,9 +100,11 @@ class WorkflowRun:
             return STEP_DEADLINE
         return None
 
-    async def supervise(self, command: Command, deadline_s: float | None, on_exit: bool) -> Ended:
-        """Runs a process to its end. At its deadline (or the workflow's), or when the workflow is stopped, it is ended:
-        SIGTERM, the grace, SIGKILL. An exit handler isn't stopped.
+    async def supervise(
+        self, command: Command, deadline_s: float | None, on_exit: bool, *, abandoned: asyncio.Event | None = None
+    ) -> Ended:
+        """Runs a process to its end. At its deadline (or the workflow's), when the workflow is stopped, or when it is
+        `abandoned`, it is ended: SIGTERM, the grace, SIGKILL. An exit handler isn't stopped.
         """
         remaining_s = self.remaining_s(on_exit)
         message = POD_DEADLINE
@@ -114,14 +116,16 @@ class WorkflowRun:
             return Ended(CANNOT_RUN, why=str(error))
         ended = asyncio.create_task(process.wait())
         stop = asyncio.create_task(self._stopped.wait())
+        abandon = asyncio.create_task((abandoned or asyncio.Event()).wait())
         stopped: str | None = None
         try:
-            waiting: set[asyncio.Task[Any]] = {ended} if on_exit else {ended, stop}
+            waiting: set[asyncio.Task[Any]] = {ended, abandon} if on_exit else {ended, abandon, stop}
             await asyncio.wait(waiting, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
-            if not ended.done():
+            if not ended.done() and not abandon.done():
                 stopped = self.refusal_to_start(on_exit) if stop.done() else message
         finally:
             stop.cancel()
+            abandon.cancel()
             if not ended.done():
                 process.signal(signal.SIGTERM)
                 await asyncio.wait({ended}, timeout=self.settings.grace_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -96,90 +97,84 @@ def test_an_engine_that_was_sent_its_version_gets_it_back_from_the_store(
     assert agent.staged(1).exists()
 
 
+@pytest.fixture
+def inside(engine: EngineProcess, store_settings: StoreSettings, tmp_path: Path) -> Iterator[Agent]:
+    """An agent in this process, of pool `main`, whose refills are ours to ask for."""
+    agent = Agent(AgentSettings(engine.url, "engine-0", tmp_path / "staging", pool="main"), store_settings)
+    yield agent
+    agent.stop()
+    agent.close()
+
+
 def test_a_restarted_engine_is_not_filled_with_what_nobody_declares(
-    store: Store, versions: Versions, engine: EngineProcess, store_settings: StoreSettings, tmp_path: Path
+    store: Store, versions: Versions, engine: EngineProcess, inside: Agent
 ) -> None:
     """Catches a refill in the middle of a reload, of a version that the run has left, and over what a reload brought."""
-    inside = Agent(AgentSettings(engine.url, "engine-0", tmp_path / "staging"), store_settings)
-    try:
-        inside.prepare(Prepare(run=RUN, version=1, deadline_s=DEADLINE_S))
-        proof = inside.activate(Activate(run=RUN, version=1, kind="full", deadline_s=DEADLINE_S))
-        assert inside.refill() is None  # nothing was lost
-        engine.child.stop()
-        engine.start()
-        assert inside.refill() is None  # no run declares it
-        declare(store, 0, proof.weights_digest)
-        assert inside.refill() is None
-        declare(store, 1, "0" * 64)
-        assert inside.refill() is None
-        assert engine.label() == "none"
-        declare(store, 1, proof.weights_digest)
-        refilled = inside.refill()
-        assert refilled is not None
-        assert (refilled.version, refilled.checksums_equal, engine.label()) == (1, True, "1")
-        assert inside.refill() is None
+    inside.prepare(Prepare(run=RUN, version=1, deadline_s=DEADLINE_S))
+    proof = inside.activate(Activate(run=RUN, version=1, kind="full", deadline_s=DEADLINE_S))
+    assert inside.refill() is None  # nothing was lost
+    engine.child.stop()
+    engine.start()
+    assert inside.refill() is None  # no run declares it
+    declare(store, 0, proof.weights_digest)
+    assert inside.refill() is None
+    declare(store, 1, "0" * 64)
+    assert inside.refill() is None
+    assert engine.label() == "none"
+    declare(store, 1, proof.weights_digest)
+    refilled = inside.refill()
+    assert refilled is not None
+    assert (refilled.version, refilled.checksums_equal, engine.label()) == (1, True, "1")
+    assert inside.refill() is None
 
-        engine.child.stop()
-        engine.start()
-        assert inside.view().state is EngineState.EMPTY
-        inside.prepare(Prepare(run=RUN, version=0, deadline_s=DEADLINE_S))
-        inside.activate(Activate(run=RUN, version=0, kind="full", deadline_s=DEADLINE_S))
-        assert inside.refill() is None
-        assert engine.label() == "0"
-    finally:
-        inside.stop()
-        inside.close()
+    engine.child.stop()
+    engine.start()
+    assert inside.view().state is EngineState.EMPTY
+    inside.prepare(Prepare(run=RUN, version=0, deadline_s=DEADLINE_S))
+    inside.activate(Activate(run=RUN, version=0, kind="full", deadline_s=DEADLINE_S))
+    assert inside.refill() is None
+    assert engine.label() == "0"
 
 
 def test_a_late_joiner_gets_what_the_run_of_its_pool_declares(
-    store: Store, versions: Versions, engine: EngineProcess, store_settings: StoreSettings, tmp_path: Path
+    store: Store, versions: Versions, engine: EngineProcess, inside: Agent
 ) -> None:
     """Catches a new pod in the place of one that is gone, which stands idle until the next reload; one that serves what it
     was started with; and one that joins a run that has let go of the pool, or holds another."""
     engine.child.stop()
     engine.start("--model-path", str(versions.folders[0]), "--weight-version", "1")
-    inside = Agent(AgentSettings(engine.url, "engine-0", tmp_path / "staging", pool="main"), store_settings)
     digest = read_manifest(store, RUN, 1).weights_digest
-    try:
-        assert inside.refill() is None  # nobody holds the pool
-        pool_lease(store, "other", RUN).acquire()
-        declare(store, 1, digest)
-        assert inside.refill() is None
-        lease = pool_lease(store, "main", RUN)
-        lease.acquire()
-        lease.release()
-        assert inside.refill() is None
-        assert not inside.view().ready
-        lease.acquire()
-        joined = inside.refill()
-        assert joined is not None
-        assert (joined.version, joined.checksums_equal, joined.weights_digest) == (1, True, digest)
-        assert inside.view().ready
-        assert inside.refill() is None
-    finally:
-        inside.stop()
-        inside.close()
+    assert inside.refill() is None  # nobody holds the pool
+    pool_lease(store, "other", RUN).acquire()
+    declare(store, 1, digest)
+    assert inside.refill() is None
+    lease = pool_lease(store, "main", RUN)
+    lease.acquire()
+    lease.release()
+    assert inside.refill() is None
+    assert not inside.view().ready
+    lease.acquire()
+    joined = inside.refill()
+    assert joined is not None
+    assert (joined.version, joined.checksums_equal, joined.weights_digest) == (1, True, digest)
+    assert inside.view().ready
+    assert inside.refill() is None
 
 
 def test_a_damaged_copy_is_not_refilled(
-    store: Store, versions: Versions, engine: EngineProcess, store_settings: StoreSettings, tmp_path: Path
+    store: Store, versions: Versions, engine: EngineProcess, inside: Agent, tmp_path: Path
 ) -> None:
     """Catches a refill that trusts the disk, and one that is tried for ever."""
-    inside = Agent(AgentSettings(engine.url, "engine-0", tmp_path / "staging"), store_settings)
-    try:
-        inside.prepare(Prepare(run=RUN, version=1, deadline_s=DEADLINE_S))
-        proof = inside.activate(Activate(run=RUN, version=1, kind="full", deadline_s=DEADLINE_S))
-        declare(store, 1, proof.weights_digest)
-        path = tmp_path / "staging" / "versions" / RUN / "v00000001" / "model.safetensors"
-        raw = bytearray(path.read_bytes())
-        raw[-1] ^= 1
-        path.write_bytes(raw)
-        engine.child.stop()
-        engine.start()
-        with pytest.raises(BadData, match="other bytes than the manifest says"):
-            inside.refill()
-        assert inside.refill() is None
-        assert engine.label() == "none"
-    finally:
-        inside.stop()
-        inside.close()
+    inside.prepare(Prepare(run=RUN, version=1, deadline_s=DEADLINE_S))
+    proof = inside.activate(Activate(run=RUN, version=1, kind="full", deadline_s=DEADLINE_S))
+    declare(store, 1, proof.weights_digest)
+    path = tmp_path / "staging" / "versions" / RUN / "v00000001" / "model.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    engine.child.stop()
+    engine.start()
+    with pytest.raises(BadData, match="other bytes than the manifest says"):
+        inside.refill()
+    assert inside.refill() is None
+    assert engine.label() == "none"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -88,14 +88,13 @@ def small_pool(engines_for: Callable[[str], list[str]]) -> list[str]:
     return engines_for("small")
 
 
-def wait_for(url: str, deadline_s: float, allow: Container[int] = ()) -> None:
-    """Until it answers well, or with a status in `allow`: nobody announces that a server in a container listens."""
+def wait_for(url: str, deadline_s: float, *, token: str | None = None) -> None:
+    """Until it answers well: nobody announces that a server in a container listens."""
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
     until = time.monotonic() + deadline_s
     while True:
         try:
-            answer = httpx.get(url, timeout=5.0)
-            if answer.status_code not in allow:
-                answer.raise_for_status()
+            httpx.get(url, timeout=5.0, headers=headers).raise_for_status()
             return
         except httpx.HTTPError as error:
             if time.monotonic() > until:

@@ -157,7 +157,7 @@ def server(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     try:
         url = f"http://127.0.0.1:{port}"
-        wait_for(url + "/api/v1/version", deadline_s=60, allow=(401, 403))
+        wait_for(url + "/api/v1/version", deadline_s=60, token=token)  # without one it answers before it works
         yield Server(url, token, log)
     finally:
         process.kill()

@@ -68,23 +68,17 @@ def test_nccl_without_a_gpu_is_refused_before_anything_pauses(project: Project) 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_reload_is_killed_while_it_sends(guest: Guest, calm: Account) -> None:
-    """Fault: engines that wait for a sender that is dead, or serve what came before it died, and a run that cannot go on."""
-    direct = ("--set", "reload.transfer=gloo")
-    runner = guest.start(*direct)
+    """Fault: engines that wait for a sender that is dead, or serve what came before it died, and a pod whose next try cannot
+    send."""
+    runner = guest.start("--set", "reload.transfer=gloo")
     killed: list[int] = []
     proxies = [machine.engine_proxy for machine in guest.services.machines]
     path = "/update_weights_from_distributed"
-    faults = [
-        proxy.add(Fault("POST", path, "delay", seconds=0.5, before=strikes(guest, runner, killed))) for proxy in proxies
-    ]
-    code, said = ended(runner)
     for proxy in proxies:
-        proxy.clear()
+        proxy.add(Fault("POST", path, "delay", seconds=0.5, before=strikes(guest, runner, killed)))
+    code, said = ended(runner)
     assert killed, said
-    assert code == 137, said
-    assert [machine.status()["version"] for machine in guest.services.machines] != [1, 1]
-    code, said = guest.finish(*direct)
     assert code == 0, said
-    assert sum(fault.applied for fault in faults) >= 1
+    assert "d-load: Error (exit code 137)" in said
     assert Account.of(guest.services.store, guest.run) == calm
     assert [m.label() for m in guest.services.machines] == ["2", "2"]

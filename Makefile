@@ -45,7 +45,7 @@ test-slow: setup ## runs that are killed at every stage, and continued
 test-cluster: base ## conformance and a run on a real Kubernetes with Argo, started here (root; half an hour the first time)
 	$(BIN)/python -m tests.cluster.harness run $(BIN)/pytest -q -m "cluster and not slow and not sglang" tests/cluster
 
-test-cluster-full: base ## with every fault, two pools and sixty iterations (an hour)
+test-cluster-full: base ## with every fault, two pools and sixty iterations (an hour and a half)
 	$(BIN)/python -m tests.cluster.harness run $(BIN)/pytest -q -m "cluster and not sglang" tests/cluster
 
 test-cluster-image: base ## the same run, its stages from the image of images/stage (builds it; minutes)

@@ -332,7 +332,7 @@ class ReloadConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Greedy accuracy on held-out prompts, measured beside the chain of iterations."""
+    """Greedy accuracy on held-out prompts, measured beside the rollout of an iteration."""
 
     every: int = Field(0, ge=0)
     """Evaluate each so many iterations, besides the first and the last version; 0: only those two."""

@@ -29,8 +29,12 @@ ROUTES: tuple[tuple[str, str, type[Message] | None, type[Message] | None, str], 
     ("POST", "/probe", Probe, Probed, "Boundary 5: log-probabilities of given tokens."),
 )
 OPEN_ROUTES = (
-    ("/ready", "200 when the engine provably serves what its run declares, else 503 and why; for readiness probes."),
-    ("/live", "200 while the agent lives; for liveness probes. A paused engine changes neither."),
+    (
+        "/ready",
+        "200 when the engine provably serves what its run declares, else 503 and why, such as an activation under way; for"
+        " readiness probes.",
+    ),
+    ("/live", "200 while the agent lives, whatever its engine does; for liveness probes."),
     ("/metrics", "Prometheus: calls by outcome, bytes fetched, seconds of pauses and loads, readiness, version."),
 )
 HEAD = f"""\

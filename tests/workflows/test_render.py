@@ -127,6 +127,8 @@ def test_unknown_field_of_a_shape_is_named(tmp_path: Path) -> None:
         (64, "Pod was terminated in response to imminent node shutdown.", True),
         (64, "The node was low on resource: ephemeral-storage.", True),
         (64, "Pod was active on the node longer than the specified deadline", False),
+        (143, "c-buffer: Error (exit code 65)", False),
+        (143, "Preempted in order to admit critical pod", True),
         (64, "a-store: Error (exit code 65): it says (exit code 75)", False),
         (65, "main: Error (exit code 65): a grader ended with (exit code 137)", False),
         (70, "main: Error (exit code 70)", False),

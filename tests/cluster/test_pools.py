@@ -42,7 +42,8 @@ def other(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         assert done.returncode == 0, done.stderr
         with cluster.scaled("colchis-engines-other", 1) as addresses:
             for address in addresses.values():
-                wait_for(f"http://{address}:9000/live", deadline_s=180)
+                for port, path in ((9000, "/live"), (30000, "/health")):
+                    wait_for(f"http://{address}:{port}{path}", deadline_s=180)
                 locked = httpx.post(f"http://{address}:30000/pause_generation", json={"mode": "abort"}, timeout=30)
                 assert locked.status_code == 401, "a stranger may pause it"
             yield "other"

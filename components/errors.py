@@ -20,6 +20,11 @@ class ColchisError(Exception):
         self.what, self.where, self.hint = what, where, hint
         super().__init__(what + (f" [{where}]" if where else "") + (f"; {hint}" if hint else ""))
 
+    @property
+    def family(self) -> str:
+        """Name of the class below, as answers and metrics call it; that of its base for a narrower one."""
+        return next(c.__name__ for c in type(self).__mro__ if ColchisError in c.__bases__)
+
 
 class BadConfig(ColchisError):
     """The configuration (of the run, the store or the environment) cannot work as it is (EX_CONFIG)."""

@@ -21,7 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any, Literal
 
-Action = Literal["reset", "delay", "status", "swallow", "truncate", "corrupt", "cut"]
+Action = Literal["reset", "delay", "status", "swallow", "truncate", "corrupt", "cut", "rewrite"]
 BLOCK_BYTES = 64 << 10
 
 
@@ -33,6 +33,7 @@ class Fault:
     `status`: answered with `status` and an S3 error body, not forwarded. `swallow`: forwarded, the reply is thrown away
     and the connection reset. `truncate`: the first half of the reply's body, then a reset. `corrupt`: one bit of the
     reply's body is flipped. `cut`: the server gets the first half of the request's body, then the connection is reset.
+    `rewrite`: the server gets the request's body with `rewriting` done in it.
     """
 
     method: str
@@ -49,6 +50,8 @@ class Fault:
     code: str = "SlowDown"
     body: str | None = None
     """Regular expression, searched in the request's body as well."""
+    rewriting: tuple[bytes, bytes] = (b"", b"")
+    """What the body must contain, and what stands there instead."""
     before: Callable[[], None] | None = None
     """Called when it applies, e.g. to change something in the server first; a `cut` calls it after the first half."""
     after: Callable[[], None] | None = None
@@ -155,6 +158,9 @@ class _Handler(BaseHTTPRequestHandler):
             return None
         if fault and fault.action == "delay":
             time.sleep(fault.seconds)
+        if fault and fault.action == "rewrite":
+            assert fault.rewriting[0] in body, f"{fault.rewriting[0]!r} is not in {body!r}"
+            body = body.replace(*fault.rewriting)
         connection = HTTPConnection(*self.owner.server, timeout=60)
         try:
             connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)

@@ -15,13 +15,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from colchis.components.agent.engine import Engine, EngineChecksums, EngineFacts, PauseMode
+from colchis.components.agent.engine import Engine, EngineChecksums, EngineFacts, PauseMode, Unanswered
 from colchis.components.agent.hashing import Hashing
 from colchis.components.agent.pause import PauseLease
 from colchis.components.agent.shelf import StagedAdapter
 from colchis.components.agent.staging import Staged, Staging
 from colchis.components.agent.ways import Held, Received, Way
 from colchis.components.errors import BadConfig, BadData, ColchisError, PeerUnavailable
+from colchis.components.records.boundary import Boundary
 from colchis.components.records.weights import WeightsManifest
 from colchis.components.weights.checksums import ENGINE_DTYPES, Prediction
 from colchis.components.weights.deadline import Deadline
@@ -175,7 +176,7 @@ class Activation:
 
     def _load(self, way: Way, mode: PauseMode, before: Before, previous: Served | None, deadline: Deadline) -> Loaded:
         """What happens while the engine is paused."""
-        version = way.held.manifest.version
+        version, brings = way.held.manifest.version, False
         self.lease.take(deadline.left_s() + CONTINUE_GRACE_S)
         try:
             self.engine.pause(mode, deadline.left_s())  # which SGLang acknowledges before its step under way has ended
@@ -183,7 +184,9 @@ class Activation:
             paused_at = time.monotonic()
             self.check_in()
             started = time.monotonic()
+            brings = True
             dirty = way.bring(unproven(version), deadline)
+            brings = False
             load_s = time.monotonic() - started
             if dirty:  # new weights over old keys and values: only a retraction makes the flush possible
                 self.engine.pause("retract", deadline.left_s())
@@ -192,6 +195,9 @@ class Activation:
             mark = loaded(version)
             self.engine.set_label(mark, deadline.left_s())
         except ColchisError as error:
+            if brings and isinstance(error, Unanswered):  # what it has now says nothing of what it has in a moment
+                self._unname(version)
+                raise ActivationFailed(error, None) from error
             raise ActivationFailed(error, self._kept(before, previous, version)) from error
         finally:
             self._continue()
@@ -210,8 +216,8 @@ class Activation:
         cached_tokens = self._ask_canary(before.canary, deadline)
         if cached_tokens:
             raise BadData(
-                f"{cached_tokens} tokens of a prompt were still cached after the flush: keys and values of the "
-                "weights before",
+                f"{Boundary.CACHE.label}: {cached_tokens} tokens of a prompt were still cached after the flush: keys and values "
+                "of the weights before",
                 where=self.engine.url,
                 hint="activate the version again",
             )
@@ -314,8 +320,8 @@ class Activation:
                 )
 
     def _kept(self, before: Before, previous: Served | None, version: int) -> Served | None:
-        """The version before, if the engine's tensors are provably still its; it gets its name back then. Else the engine
-        gets a label that nobody believes: it may have the mark by now."""
+        """The version before, if the engine's tensors are provably still its; it gets its name back then. Else the engine gets a
+        label that nobody believes: it may have the mark by now. Not for an engine that may still load."""
         grace = Deadline(CONTINUE_GRACE_S)
         with suppress(ColchisError):  # not proven; the error that brought us here is the one to report
             if (
@@ -327,9 +333,12 @@ class Activation:
                     self.staging.swap(previous.whole)
                 self.engine.set_label(previous.label, grace.left_s())
                 return previous
+        self._unname(version)
+        return None
+
+    def _unname(self, version: int) -> None:
         with suppress(ColchisError):  # an engine that cannot be told is not ready either way
             self.engine.set_label(unproven(version), CONTINUE_GRACE_S)
-        return None
 
 
 def _predictable(facts: EngineFacts, held: Held) -> bool:

@@ -110,7 +110,8 @@ def build_app(agent: Agent, token: str) -> FastAPI:
         try:
             answer = work()
         except Exception as error:
-            metrics.calls.labels(call, type(error).__name__).inc()
+            kind = error.family if isinstance(error, ColchisError) else type(error).__name__
+            metrics.calls.labels(call, kind).inc()
             event(log, f"{call} refused", error=str(error), seconds=round(time.monotonic() - started, 3))
             raise
         metrics.calls.labels(call, "ok").inc()

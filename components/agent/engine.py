@@ -106,6 +106,10 @@ class Answer:
         return found
 
 
+class Unanswered(PeerUnavailable):
+    """Nobody knows whether the engine does what it was asked: it may have begun, or begin yet."""
+
+
 class Engine:
     """Client of one engine. Every method raises PeerUnavailable when there is no answer in time, BadData on a refusal,
     BadConfig on a key that is missing or wrong.
@@ -292,10 +296,12 @@ class Engine:
         timeout = httpx.Timeout(max(timeout_s, 0.001), connect=min(5.0, max(timeout_s, 0.001)))
         try:
             return self._client.request(method, path, json=body, headers=headers, timeout=timeout)
-        except httpx.TimeoutException as e:
-            raise PeerUnavailable(f"engine {self.url} did not answer within {timeout_s:.1f} s", where=path) from e
         except httpx.HTTPError as e:
-            raise PeerUnavailable(
+            sent = not isinstance(e, (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout))
+            kind = Unanswered if sent else PeerUnavailable
+            if isinstance(e, httpx.TimeoutException):
+                raise kind(f"engine {self.url} did not answer within {timeout_s:.1f} s", where=path) from e
+            raise kind(
                 f"engine {self.url} cannot be reached: {e}", where=path, hint="it is starting, or it ended: see its log"
             ) from e
 

@@ -32,6 +32,11 @@ class Boundary(IntEnum):
         """As messages name it, e.g. `boundary 4 (load)`."""
         return f"boundary {self.value} ({self.name.lower()})"
 
+    @classmethod
+    def named_by(cls, message: str) -> Boundary | None:
+        """The boundary whose label a message begins with."""
+        return next((boundary for boundary in cls if message.startswith(boundary.label)), None)
+
 
 class BoundaryRecord(Record):
     """What one engine proved, or the store, or a sender."""

@@ -18,7 +18,7 @@ import click
 
 from colchis.components.errors import BadData
 from colchis.components.logs import event
-from colchis.components.records.boundary import BoundaryRecord, Passage
+from colchis.components.records.boundary import Boundary, BoundaryRecord, Passage
 from colchis.components.records.iteration import Summary
 from colchis.components.records.run import Serving
 from colchis.components.records.weights import WeightsManifest
@@ -31,6 +31,7 @@ from colchis.components.store import Commit, Payload, keys
 from colchis.components.weights import (
     Agents,
     activate_all,
+    passing,
     prepare_all,
     probe_all,
     publish,
@@ -49,7 +50,8 @@ def command(stage: Stage, version: int, boundary: str) -> None:
     """Pass one of the five boundaries between the trainer's weights and the serving engines."""
     trained = stage.read(version - 1, "train") if version > 0 else None
     reload_id = _reload_id(first=boundary == "store")
-    asyncio.run(_pass(stage, version, boundary, trained, reload_id))
+    with passing(Boundary[boundary.upper()]):
+        asyncio.run(_pass(stage, version, boundary, trained, reload_id))
     if boundary == "cache":
         summary, records = _close(stage, version, trained, reload_id)
         stage.write(version=version, report=None if summary is None else iteration_page(summary, records))
@@ -104,7 +106,7 @@ def _publish(stage: Stage, version: int, trained: Commit) -> None:
     manifest = WeightsManifest.from_bytes(stage.store.read(entry), entry.key)
     if manifest.version != version or manifest.weights_digest != trained.outputs["weights_digest"]:
         raise BadData(
-            f"boundary 1 (store): the train commit decided v{version} with digest {trained.outputs['weights_digest']}, "
+            f"the train commit decided v{version} with digest {trained.outputs['weights_digest']}, "
             f"its manifest says v{manifest.version} with {manifest.weights_digest}",
             where=trained.key,
             hint="the objects changed after the commit; restore them: a version that is committed is never made again",

@@ -10,7 +10,8 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, TypeVar
 from urllib.parse import urlsplit
@@ -180,15 +181,24 @@ async def _resolve(name: str, port: int, deadline: Deadline) -> list[str]:
         wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
 
+@contextmanager
+def passing(boundary: Boundary) -> Iterator[None]:
+    """An error of the block begins with the boundary's label, unless it begins with one already."""
+    try:
+        yield
+    except ColchisError as error:
+        if Boundary.named_by(error.what) is not None:
+            raise
+        raise type(error)(f"{boundary.label}: {error.what}", where=error.where, hint=error.hint) from error
+
+
+@passing(Boundary.STORE)
 def verify_published(store: Store, run: str, version: int) -> BoundaryRecord:
     """Boundary 1: the manifest is there, and every object it lists has its size and checksums, read back in full."""
     started_at, started = now(), time.monotonic()
     manifest = read_manifest(store, run, version)
     for payload in [*manifest.files, *(manifest.adapter.files if manifest.adapter else ())]:
-        try:
-            store.verify(payload)
-        except BadData as e:
-            raise BadData(f"{Boundary.STORE.label}: {e.what}", where=e.where, hint=e.hint) from e
+        store.verify(payload)
     delta = manifest.delta.payload if manifest.delta else None
     return BoundaryRecord.passed(
         Boundary.STORE,
@@ -399,10 +409,10 @@ async def _everywhere(
         else:
             records.append(result)
     if failures:
-        _, worst = min(failures, key=lambda failure: _SEVERITY.index(type(failure[1])))
-        details = "; ".join(
-            f"{client.url}: {error.what.removeprefix(f'agent {client.url}: ')}" for client, error in failures
-        )
+        said = {client.url: error.what.removeprefix(f"agent {client.url}: ") for client, error in failures}
+        first, worst = min(failures, key=lambda failure: _SEVERITY.index(type(failure[1])))
+        boundary = Boundary.named_by(said[first.url]) or boundary  # an agent knows better which one refused
+        details = "; ".join(f"{url}: {what.removeprefix(f'{boundary.label}: ')}" for url, what in said.items())
         raise type(worst)(
             f"{boundary.label} of weights v{manifest.version} failed at {len(failures)} of {len(clients)} engines: "
             f"{details}",

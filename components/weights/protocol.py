@@ -265,7 +265,7 @@ class Refusal(Message):
     @classmethod
     def of(cls, error: ColchisError) -> Refusal:
         """An error as it goes over the wire."""
-        return cls(error=type(error).__name__, what=error.what, where=error.where, hint=error.hint)
+        return cls(error=error.family, what=error.what, where=error.where, hint=error.hint)
 
     def to_error(self, by: str) -> ColchisError:
         """The error as it is raised on the other side, naming who refused."""

@@ -14,7 +14,8 @@ import httpx
 import pytest
 
 from colchis.components.http_client import pool_client
-from colchis.components.store import Store, StoreSettings, upload_input
+from colchis.components.records.run import Serving
+from colchis.components.store import Store, StoreSettings, keys, upload_input
 from colchis.components.weights.activate import AgentClient, Agents
 from colchis.components.weights.protocol import Activate, Activated, Prepare, Prepared, Status
 from colchis.workflows.local.ports import free_port
@@ -144,6 +145,12 @@ class Versions:
         for version, path in enumerate(self.folders):
             kind = "same" if version == 2 else "full"
             publish_version(store, path, model=self.model, version=version, kind=kind, run=run)
+
+
+def declare(store: Store, version: int, digest: str) -> None:
+    """What the run says that its engines serve."""
+    record = Serving(run=RUN, version=version, weights_digest=digest, engines=["engine-0"])
+    store.put(keys.serving(RUN), record.to_bytes())
 
 
 @pytest.fixture

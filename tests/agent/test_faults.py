@@ -19,7 +19,8 @@ from colchis.components.agent.agent import AgentSettings
 from colchis.components.errors import BadConfig, ColchisError, PeerUnavailable
 from colchis.components.store import Store, StoreSettings, keys, upload_input
 from colchis.components.weights.protocol import EngineState
-from tests.agent.conftest import DEADLINE_S, AgentProcess, EngineProcess, Versions
+from tests.agent.conftest import DEADLINE_S, AgentProcess, EngineProcess, Versions, declare
+from tests.faults import Fault, FaultProxy
 from tests.waiting import eventually
 from tests.weights.models import RUN, config_of, publish_version, write_model
 
@@ -308,10 +309,30 @@ def test_one_agent_per_folder(agent: AgentProcess, engine: EngineProcess, store_
     agent.start()
 
 
-def test_store_out_of_reach_does_not_unready_an_engine(
-    store: Store, versions: Versions, agent: AgentProcess, store_settings: StoreSettings
+def test_a_store_out_of_reach_does_not_unready_an_engine(
+    store: Store, versions: Versions, engine: EngineProcess, proxy: FaultProxy, through: Store, tmp_path: Path
 ) -> None:
     """Catches readiness that hangs on the store: engines go on serving what was proven."""
+    agent = AgentProcess(tmp_path / "through", engine.url, through.settings)
+    try:
+        proof = agent.bring(0)
+        declare(store, 0, proof.weights_digest)
+        eventually(lambda: agent.ready().status_code == 200, "what is declared is ready")
+        away = proxy.add(Fault("GET", r"/serving\.json", "reset", times=10**6))
+        asked = 0
+        while away.applied < 3:  # each has a try or more of its own
+            assert agent.ready().status_code == 200
+            asked += 1
+        assert asked > 1
+        proxy.clear()
+        declare(store, 1, proof.weights_digest)
+        eventually(lambda: agent.ready().status_code == 503, "it is back, and declares another version")
+    finally:
+        agent.child.stop()
+
+
+def test_a_damaged_declaration_unreadies_an_engine(store: Store, versions: Versions, agent: AgentProcess) -> None:
+    """Catches an engine that takes traffic while nobody can say which version is declared."""
     agent.bring(0)
     store.put(keys.serving(RUN), b"not a record")
     eventually(lambda: agent.ready().status_code == 503, "a record that is none is refused")

@@ -9,12 +9,11 @@ import pytest
 
 from colchis.components.agent.agent import Agent, AgentSettings
 from colchis.components.errors import BadData
-from colchis.components.records.run import Serving
-from colchis.components.store import Store, StoreSettings, keys
+from colchis.components.store import Store, StoreSettings
 from colchis.components.store.pools import pool_lease
 from colchis.components.weights.protocol import Activate, EngineState, Prepare
 from colchis.components.weights.publish import read_manifest
-from tests.agent.conftest import DEADLINE_S, AgentProcess, EngineProcess, Versions
+from tests.agent.conftest import DEADLINE_S, AgentProcess, EngineProcess, Versions, declare
 from tests.agent.sending import SenderProcess
 from tests.waiting import eventually
 from tests.weights.models import RUN
@@ -49,11 +48,6 @@ def test_a_restart_under_the_proven_label_is_noticed(
     proof = agent.activate(1)
     assert not proof.repeated
     assert (agent.status().version, agent.ready().status_code) == (1, 200)
-
-
-def declare(store: Store, version: int, digest: str) -> None:
-    record = Serving(run=RUN, version=version, weights_digest=digest, engines=["engine-0"])
-    store.put(keys.serving(RUN), record.to_bytes())
 
 
 def test_a_restarted_engine_gets_back_what_its_run_declares(

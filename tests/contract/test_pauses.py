@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -81,15 +82,55 @@ def test_the_agent_is_terminated_in_the_pause(replica: Replica) -> None:
     replica.serves(1)
 
 
+def test_the_agent_hangs_in_the_pause(replica: Replica) -> None:
+    """Fault: an agent that neither works nor ends keeps its engine paused for good: the watchdog goes by the lease."""
+    replica.agent.prepare(1)
+    lease_s = 3.0
+    request = Activate(run=replica.versions.run, version=1, kind="full", deadline_s=lease_s)
+    with holding(replica.engine_proxy, "POST", LOAD) as hold, ThreadPoolExecutor(1) as pool:
+        activation = pool.submit(lambda: replica.agent.ask(lambda a: a.activate(request)))
+        hold.wait()
+        assert replica.paused
+        replica.agent.child.process.send_signal(signal.SIGSTOP)
+        try:
+            eventually(lambda: not replica.paused, "the watchdog continues the engine")
+        finally:
+            replica.agent.child.process.send_signal(signal.SIGCONT)
+            hold.open.set()
+        with pytest.raises(ColchisError):
+            activation.result()
+    assert not replica.paused
+    assert Wanted.at_least(0).read(replica.label) is None
+    assert replica.agent.bring(1).checksums_equal
+    replica.serves(1)
+
+
 def test_agent_and_watchdog_die_in_the_pause(replica: Replica) -> None:
     """Fault: a container that is killed takes both along, and nobody is left who knows of the pause."""
-    replica.agent.kill()
-    (replica.agent.staging / "pause.json").write_text("{}")
-    assert replica.engine.client.post("/pause_generation", json={"mode": "retract"}).status_code == 200
+    agent = replica.agent.child.process.pid
+    with held_activation(replica, 1) as (hold, activation):
+        assert replica.paused
+        for watchdog in children_of(agent):
+            os.kill(watchdog, signal.SIGKILL)
+        replica.agent.kill()
+        with pytest.raises(PeerUnavailable):
+            activation.result()
+    hold.wait_until_over()
     assert replica.paused
     replica.agent.start()
     eventually(lambda: not replica.paused, "the next agent continues the engine")
-    replica.serves(0)
+    assert replica.agent.status().version is None
+    assert replica.agent.activate(1).checksums_equal
+    replica.serves(1)
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes that it has started and that are alive (Linux)."""
+    found = [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+    assert found, "no watchdog runs"
+    return found
 
 
 def test_a_pause_that_somebody_else_forgot(replica: Replica) -> None:

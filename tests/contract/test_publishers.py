@@ -121,6 +121,9 @@ def test_the_store_is_slow_for_one_replica(replica: Replica, tmp_path: Path) -> 
         replica.store_proxy.clear()
         assert len(asyncio.run(prepare(DEADLINE_S))) == 2
         assert slow.status().prepared == {run: [2]}
+    replica.versions.folders[2] = replica.versions.folders[1]
+    assert replica.agent.activate(2).checksums_equal
+    replica.serves(2)
 
 
 def test_one_replica_of_several_does_not_come_through_the_load(replica: Replica) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -12,10 +14,15 @@ import numpy as np
 import pytest
 
 from colchis.components.errors import BadData
+from colchis.components.records.boundary import BoundaryRecord
+from colchis.components.rollout import Wanted
+from colchis.components.weights import activate_all, read_manifest
 from colchis.components.weights.labels import unproven
 from colchis.components.weights.protocol import EngineState, Probe
+from tests.agent.conftest import DEADLINE_S
 from tests.contract.conftest import EMBEDDED, Flight
-from tests.contract.replica import Replica, held_activation
+from tests.contract.replica import LOAD, Replica, held_activation
+from tests.faults import Fault
 from tests.waiting import eventually
 
 CLOSE = 2e-5
@@ -119,6 +126,35 @@ def test_new_weights_over_an_old_cache(replica: Replica, fly: Fly) -> None:
             assert (proof.dirty_load, proof.checksums_equal, proof.cached_tokens_after) == (True, True, 0)
     assert flight.answer()["meta_info"]["completion_tokens"] == 400
     assert replica.gap() < CLOSE
+    replica.serves(1)
+
+
+def test_a_load_that_keeps_the_old_cache(replica: Replica) -> None:
+    """Fault: keys and values of the old weights under the name of the new version (miles#1750). The engine is told to keep its
+    cache, by somebody between it and its agent."""
+    replica.agent.prepare(1)
+    manifest = read_manifest(replica.store, replica.versions.run, 1)
+    flush = (b'"flush_cache":true', b'"flush_cache":false')
+    fault = replica.engine_proxy.add(Fault("POST", LOAD, "rewrite", rewriting=flush))
+
+    async def activate() -> list[BoundaryRecord]:
+        async with replica.agent.agents() as agents:
+            return await activate_all(agents, manifest, deadline_s=DEADLINE_S)
+
+    if replica.kind == EMBEDDED:  # it forgets prompts with every load
+        (record,) = asyncio.run(activate())
+        assert (fault.applied, record.proof["cached_tokens_after"]) == (1, 0)
+        assert record.proof["cached_tokens_before"]
+        replica.serves(1)
+        return
+    with pytest.raises(BadData, match="tokens of a prompt were still cached after the flush") as refused:
+        asyncio.run(activate())
+    assert re.findall(r"boundary \d", str(refused.value)) == ["boundary 5"]
+    assert fault.applied == 1
+    status = replica.agent.status()
+    assert (status.version, status.ready, replica.agent.ready().status_code) == (None, False, 503)
+    assert Wanted.at_least(0).read(replica.label) is None
+    assert replica.agent.activate(1).cached_tokens_after == 0
     replica.serves(1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -215,6 +216,49 @@ def test_damaged_weights_never_reach_an_engine(opened: Store, pool: Pool, tmp_pa
     )
     assert answer.json()["meta_info"]["weight_version"] == "1"
     assert json.loads(opened.get(keys.serving("r")).data)["version"] == 2
+
+
+def test_each_boundary_names_itself_and_no_other(opened: Store, pool: Pool, tmp_path: Path) -> None:
+    """Fault: an error in a log that leaves open where the weights went wrong, or names the place where it was noticed as well."""
+    stages, engine = Stages(opened, tmp_path, pool), pool.engines[0]
+    serve_the_first(stages)
+    payload_key = payload(opened, TRAIN, "weights/").key
+
+    def refused(boundary: str) -> str:
+        code, said = stages.run("reload", "--version", "2", "--boundary", boundary)
+        assert code == 65, said
+        (named,) = set(re.findall(r"boundary \d \(\w+\)", said))
+        return str(named)
+
+    def passed(boundary: str) -> None:
+        code, said = stages.run("reload", "--version", "2", "--boundary", boundary)
+        assert code == 0, said
+
+    with (
+        without(opened, keys.weights_manifest("r", 2)),
+        without(opened, payload(opened, TRAIN, "weights-manifest").key),
+    ):
+        assert refused("store") == "boundary 1 (store)"
+    with flipped(opened, payload_key):
+        assert refused("store") == "boundary 1 (store)"
+        assert refused("transfer") == "boundary 3 (transfer)"
+    with without(opened, keys.weights_manifest("r", 2)):
+        assert refused("transfer") == "boundary 3 (transfer)"
+    passed("store")
+    for boundary, label in (("buffer", "boundary 2 (buffer)"), ("load", "boundary 4 (load)")):
+        passed("transfer")
+        (staged,) = (tmp_path / "pool").rglob("versions/r/v00000002/model.safetensors")
+        body = bytearray(staged.read_bytes())
+        body[-1] ^= 1
+        staged.write_bytes(body)
+        assert refused(boundary) == label
+    for boundary in ("transfer", "buffer", "load"):
+        passed(boundary)
+    (base,) = (tmp_path / "pool").rglob("versions/r/v00000001")
+    stranger = {"model_path": str(base), "weight_version": "2"}
+    answer = httpx.post(f"{engine.engine_url}/update_weights_from_disk", json=stranger, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert refused("cache") == "boundary 5 (cache)"
 
 
 def test_a_reload_never_goes_back(opened: Store, pool: Pool, tmp_path: Path) -> None:

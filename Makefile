@@ -53,7 +53,7 @@ test-cluster-image: base ## the same run, its stages from the image of images/st
 
 test-cluster-sglang: base ## a run on real SGLang in a pod (installs SGLang the first time; minutes)
 	$(BIN)/python components/engine/sglang_cpu/environment.py
-	$(BIN)/python -m tests.cluster.harness run $(BIN)/pytest -q -m "cluster and sglang" tests/cluster
+	COLCHIS_SGLANG=required $(BIN)/python -m tests.cluster.harness run $(BIN)/pytest -q -m "cluster and sglang" tests/cluster
 
 cluster-up: setup ## keep a test cluster: see tests/cluster/README.md
 	$(BIN)/python -m tests.cluster.harness up
@@ -63,7 +63,7 @@ cluster-down: setup ## end it
 
 test-sglang: base ## the contract of engines and the reload path, on real SGLang on a CPU (installs it the first time)
 	$(BIN)/python components/engine/sglang_cpu/environment.py
-	$(BIN)/pytest -q -m sglang tests/contract tests/run tests/sglang
+	COLCHIS_SGLANG=required $(BIN)/pytest -q -m sglang tests/contract tests/run tests/sglang
 
 check: setup ## format, lint, types, import rules, rendered files
 	$(BIN)/ruff format --check .

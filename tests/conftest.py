@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,8 +10,19 @@ from pathlib import Path
 
 import pytest
 
+from colchis.components.engine.sglang_cpu import environment
 from colchis.components.store import Store, StoreSettings
 from colchis.workflows.local.weed import Weed
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests on real SGLang need its environment; where a target of make has built it, they do not get by without."""
+    if item.get_closest_marker("sglang") is None or environment.find() is not None:
+        return
+    lacking = "the environment of SGLang has not been built: run `make test-sglang`"
+    if os.environ.get("COLCHIS_SGLANG") == "required":
+        pytest.fail(lacking)
+    pytest.skip(lacking)
 
 
 @pytest.fixture(scope="session")

@@ -234,3 +234,12 @@ def test_an_agent_that_restarts_knows_what_was_received(replica: Replica, tmp_pa
     replica.agent.kill()
     replica.agent.start()
     replica.serves(1)
+
+
+def test_a_tensor_outside_of_an_update_is_refused(replica: Replica) -> None:
+    """Fault: a client of an older protocol, which knows no begin and no end (sglang#28001), and half of a version without one."""
+    order = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[32]], "group_name": "nobody's"}
+    answer = replica.engine.client.post(RECEIVE, json=order)
+    assert (answer.status_code, "begin_weight_update" in answer.text) == (400, True), answer.text
+    assert replica.engine.client.post("/end_weight_update", json={}).status_code == 400
+    replica.serves(0)

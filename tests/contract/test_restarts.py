@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from colchis.components.engine.sglang_cpu import environment, launch_command
+from colchis.components.engine.sglang_cpu import launch_command
 from colchis.components.errors import PeerUnavailable
 from colchis.components.rollout import Wanted
 from colchis.components.store import Store, StoreSettings
@@ -76,8 +76,6 @@ def pod(
     kind: str, models: dict[str, Path], bucket: StoreSettings, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pod]:
     """One for all points: each test leaves it started again and whole."""
-    if kind != EMBEDDED and environment.find() is None:
-        pytest.skip("the environment of SGLang has not been built: run `make test-sglang`")
     pod = Pod(kind, models["qwen2_a"], tmp_path_factory.mktemp("pod"), bucket)
     with pod.engine_proxy, pod.store_proxy:
         yield pod

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from colchis.components.engine.sglang_cpu import environment
 from colchis.components.records.boundary import Boundary
 from colchis.components.report.status import find_boundaries
 from colchis.components.store import Store, keys
@@ -41,8 +40,6 @@ shutil.copy({str(model / "tokenizer.json")!r}, {str(folder)!r})
 def test_versions_are_proven_and_within_rounding(rounded: Path, tmp_path: Path, engine: str, trained: str) -> None:
     """Catches engines that serve another type than the trainer writes, whose checksums nobody can predict, and limits made
     for float32 that end every run in bfloat16 at its first version."""
-    if engine == "sglang" and environment.find() is None:
-        pytest.skip("the environment of SGLang has not been built: run `make test-sglang`")
     project = make_project(rounded, tmp_path)
     more = LORA if trained == "adapters" else ()
     done = project.run("--engine", engine, "--engines", "1", "--set", "model.dtype=bfloat16", *more)

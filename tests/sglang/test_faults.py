@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from colchis.components.engine.sglang_cpu import environment
 from colchis.components.records import trajectories as trajectory_records
 from colchis.components.records.boundary import Boundary
 from colchis.components.records.run import Serving
@@ -35,8 +34,6 @@ SAMPLES = 16
 @pytest.fixture(scope="module")
 def two_servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
     """A store and two SGLang servers with their agents."""
-    if environment.find() is None:
-        pytest.skip("the environment of SGLang has not been built: run `make test-sglang`")
     with keep_services(tmp_path_factory.mktemp("kept"), model=model) as running:
         yield running
 
@@ -110,9 +107,12 @@ def test_a_reload_is_killed_at_each_boundary(run: Guest) -> None:
     """Fault: a version that is activated twice, or half."""
     agent, first = run.services.machines[0].agent_proxy, r'"version": ?1\b'
     runner = run.start()
-    killed: dict[str, list[int]] = {"/prepare": [], "/verify": [], "/activate": []}
-    for path, pids in killed.items():
-        agent.add(Fault("POST", path, "delay", body=first, seconds=0.5, before=strikes(run, runner, pids)))
+    published = "weights/v00000001/manifest.json"
+    killed: dict[str, list[int]] = {published: [], "/prepare": [], "/verify": [], "/activate": [], "/probe": []}
+    run.services.store_proxy.add(Fault("PUT", published, "reset", before=strikes(run, runner, killed[published])))
+    for path in ("/prepare", "/verify", "/activate"):
+        agent.add(Fault("POST", path, "delay", body=first, seconds=0.5, before=strikes(run, runner, killed[path])))
+    agent.add(Fault("POST", "/probe", "delay", seconds=0.5, before=strikes(run, runner, killed["/probe"])))
     code, said = ended(runner)
     assert all(killed.values()), f"{killed}\n{said}"
     assert code == 0, said

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from colchis.components.engine.sglang_cpu import environment
 from colchis.components.records.boundary import Boundary
 from colchis.components.report.status import find_boundaries
 from colchis.components.store import StageKey, Store, keys, read_commit
@@ -19,8 +18,6 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
 def test_adapters_are_served_beside_the_base(model: Path, tmp_path: Path) -> None:
     """Catches rollouts of the base model, which every check of labels and checksums would let pass."""
-    if environment.find() is None:
-        pytest.skip("the environment of SGLang has not been built: run `make test-sglang`")
     project = make_project(model, tmp_path)
     lora = ("--set", "trainer.lora_rank=2", "--set", "trainer.lora_targets=[q_proj, v_proj]")
     done = project.run("--engine", "sglang", "--engines", "1", *lora, "--set", "trainer.learning_rate=0.05")
@@ -41,8 +38,6 @@ def test_adapters_are_served_beside_the_base(model: Path, tmp_path: Path) -> Non
 
 def test_two_iterations(model: Path, tmp_path: Path) -> None:
     """Catches a pool that does not start, tokens under a wrong version, and weights that are not the trainer's."""
-    if environment.find() is None:
-        pytest.skip("the environment of SGLang has not been built: run `make test-sglang`")
     project = make_project(model, tmp_path)
     done = project.run("--engine", "sglang", "--engines", "1")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -65,8 +60,6 @@ def test_two_iterations(model: Path, tmp_path: Path) -> None:
 
 def test_versions_are_sent_to_two_servers(model: Path, tmp_path: Path) -> None:
     """Catches two servers that disturb each other, and a broadcast that only the embedded engine understands."""
-    if environment.find() is None:
-        pytest.skip("the environment of SGLang has not been built: run `make test-sglang`")
     project = make_project(model, tmp_path)
     done = project.run("--engine", "sglang", "--engines", "2", "--set", "reload.transfer=gloo")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from colchis.components.engine.sglang_cpu import environment, launch_command
+from colchis.components.engine.sglang_cpu import launch_command
 from colchis.components.errors import BadConfig
 from colchis.components.store import Store, StoreSettings
 from colchis.workflows.local.ports import free_port
@@ -24,8 +24,6 @@ def test_a_server_that_chooses_by_itself_is_refused(
     bucket: StoreSettings, models: dict[str, Path], tmp_path: Path
 ) -> None:
     """Fault: with `--dtype auto` SGLang serves a float32 model in float16, and says `auto` when it is asked."""
-    if environment.find() is None:
-        pytest.skip("the environment of SGLang has not been built: run `make test-sglang`")
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     argv = launch_command(model=models["qwen2_a"], port=port, dtype="auto")

@@ -77,7 +77,8 @@ def build_app(agent: Agent, token: str) -> FastAPI:
     metrics = Metrics(agent)
 
     def refuse(error: ColchisError) -> JSONResponse:
-        return JSONResponse(Refusal.of(error).model_dump(), STATUS_OF.get(type(error), 500))
+        status = next((status for kind, status in STATUS_OF.items() if isinstance(error, kind)), 500)
+        return JSONResponse(Refusal.of(error).model_dump(), status)
 
     @app.middleware("http")
     async def authorise(request: Request, proceed: Callable[[Request], Awaitable[Response]]) -> Response:

@@ -13,6 +13,7 @@ import httpx
 import numpy as np
 import pytest
 import xxhash
+from prometheus_client.parser import text_string_to_metric_families
 
 from colchis.components.errors import BadConfig, BadData, PeerUnavailable
 from colchis.components.records.boundary import Boundary
@@ -169,6 +170,27 @@ def test_repeats_do_nothing_twice(versions: Versions, agent: AgentProcess) -> No
     assert again == first.model_copy(update={"repeated": True})
 
 
+def test_metrics_count_what_happened(versions: Versions, agent: AgentProcess) -> None:
+    """Catches a dashboard that shows nothing, or successes only."""
+    fetched = agent.prepare(1).bytes
+    agent.activate(1)
+    with pytest.raises(BadData):
+        agent.prepare(9)
+    text = httpx.get(agent.url + "/metrics").text
+    found = {
+        sample.name + str(sample.labels or ""): sample.value
+        for f in text_string_to_metric_families(text)
+        for sample in f.samples
+    }
+    assert found["colchis_agent_ready"] == found["colchis_agent_version"] == 1
+    assert found["colchis_agent_fetched_bytes_total"] == fetched
+    for histogram in ("pause", "load", "proof"):
+        assert found[f"colchis_agent_{histogram}_seconds_count"] == 1
+    outcomes = {("prepare", "ok"): 1, ("activate", "ok"): 1, ("prepare", "BadData"): 1}
+    for (call, outcome), count in outcomes.items():
+        assert found["colchis_agent_calls_total" + str({"call": call, "outcome": outcome})] == count
+
+
 def test_only_the_token_opens(versions: Versions, agent: AgentProcess) -> None:
     """Catches a route that anybody in the cluster may call."""
     for method, path in [("GET", "/status"), *(("POST", f"/{p}") for p in ("prepare", "verify", "activate", "probe"))]:
@@ -176,7 +198,7 @@ def test_only_the_token_opens(versions: Versions, agent: AgentProcess) -> None:
             assert httpx.request(method, agent.url + path, headers=headers, json={}).status_code == 401
     assert httpx.get(agent.url + "/openapi.json").status_code == 401
     assert httpx.get(agent.url + "/live").status_code == 200
-    assert b"colchis_agent_ready" in httpx.get(agent.url + "/metrics").content
+    assert httpx.get(agent.url + "/metrics").status_code == 200
     headers = {"Authorization": f"Bearer {TOKEN}"}
     answer = httpx.post(agent.url + "/activate", headers=headers, json={"version": -1, "extra": 1})
     assert (answer.status_code, answer.json()["error"]) == (409, "BadConfig")

@@ -97,7 +97,7 @@ def test_the_agent_hangs_in_the_pause(replica: Replica) -> None:
         finally:
             replica.agent.child.process.send_signal(signal.SIGCONT)
             hold.open.set()
-        with pytest.raises(ColchisError):
+        with pytest.raises(PeerUnavailable):
             activation.result()
     assert not replica.paused
     assert Wanted.at_least(0).read(replica.label) is None

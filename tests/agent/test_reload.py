@@ -170,25 +170,28 @@ def test_repeats_do_nothing_twice(versions: Versions, agent: AgentProcess) -> No
     assert again == first.model_copy(update={"repeated": True})
 
 
+def metrics_of(agent: AgentProcess) -> dict[str, float]:
+    """Samples by name and labels, as Prometheus reads them."""
+    families = text_string_to_metric_families(httpx.get(agent.url + "/metrics").text)
+    return {sample.name + str(sample.labels or ""): sample.value for family in families for sample in family.samples}
+
+
 def test_metrics_count_what_happened(versions: Versions, agent: AgentProcess) -> None:
     """Catches a dashboard that shows nothing, or successes only."""
+    agent.bring(0)
+    before = metrics_of(agent)
     fetched = agent.prepare(1).bytes
     agent.activate(1)
     with pytest.raises(BadData):
         agent.prepare(9)
-    text = httpx.get(agent.url + "/metrics").text
-    found = {
-        sample.name + str(sample.labels or ""): sample.value
-        for f in text_string_to_metric_families(text)
-        for sample in f.samples
-    }
-    assert found["colchis_agent_ready"] == found["colchis_agent_version"] == 1
-    assert found["colchis_agent_fetched_bytes_total"] == fetched
+    after = metrics_of(agent)
+    assert (before["colchis_agent_version"], after["colchis_agent_version"], after["colchis_agent_ready"]) == (0, 1, 1)
+    grown = {name: value - before.get(name, 0) for name, value in after.items()}
+    assert grown["colchis_agent_fetched_bytes_total"] == fetched
     for histogram in ("pause", "load", "proof"):
-        assert found[f"colchis_agent_{histogram}_seconds_count"] == 1
-    outcomes = {("prepare", "ok"): 1, ("activate", "ok"): 1, ("prepare", "BadData"): 1}
-    for (call, outcome), count in outcomes.items():
-        assert found["colchis_agent_calls_total" + str({"call": call, "outcome": outcome})] == count
+        assert grown[f"colchis_agent_{histogram}_seconds_count"] == 1
+    for call, outcome in (("prepare", "ok"), ("activate", "ok"), ("prepare", "BadData")):
+        assert grown["colchis_agent_calls_total" + str({"call": call, "outcome": outcome})] == 1
 
 
 def test_only_the_token_opens(versions: Versions, agent: AgentProcess) -> None:

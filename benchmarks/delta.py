@@ -3,12 +3,16 @@
 A generated model in bfloat16, of which a share of the elements moved by one unit in the last place. The bound is what every
 transfer pays anyway: sha256 over the version's bytes, on one core; encode and apply use all cores there are.
 
-    python benchmarks/delta.py --elements 100000000
-    python benchmarks/delta.py --step 1e-6
+    python -m benchmarks.delta --elements 100000000
+    python -m benchmarks.delta --step 1e-6
 
 `--step` takes a model of SmolLM's shape (135 million parameters, weights drawn with its deviation of 0.04) and one step of
 AdamW on float32 masters at that learning rate instead, by the gradient of the likelihood of random tokens. From its second
-step on Adam moves an element by less than the whole rate, so later steps change fewer.
+step on Adam moves an element by less than the whole rate, so later steps change fewer. Of such a step two more things are
+measured: the CPU seconds of encoding it, of all threads; and boundary 3 of an agent that has the version before, from a real
+SeaweedFS to a verified copy on the disk, by the delta and by the whole files, in turns: on loopback, and over a link of `--mbit`.
+
+    python -m benchmarks.delta --step 1e-6 --mbit 1000
 """
 
 from __future__ import annotations
@@ -20,16 +24,26 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import click
 import numpy as np
 
+from benchmarks.link import Link
+from colchis.components.agent.staging import Staging
+from colchis.components.store import Store, StoreSettings, upload_input
+from colchis.components.weights.deadline import Deadline
 from colchis.components.weights.delta import apply, encode
+from colchis.workflows.local.weed import Weed
+from tests.weights.models import publish_version
 
 SHARES = (0.001, 0.01, 0.1, 1.0)
 LAYERS = 16
+DEADLINE_S = 3600.0
 BASE, RESULT = "a" * 64, "b" * 64
 
 
@@ -80,6 +94,7 @@ def save(name):
     (folder / name).mkdir(exist_ok=True)
     save_file(copy, folder / name / "model.safetensors")
     return copy
+model.config.save_pretrained(folder / "base")
 for p in model.parameters():
     p.data = p.data.bfloat16().float()
 old = save("base")
@@ -106,26 +121,70 @@ def measure(folder: Path, base: list[Path], new: list[Path], share: float, round
     words: dict[str, Any] = {"base_version": 0, "version": 1, "base_digest": BASE, "digest": RESULT}
     encoded = encode(base, new, delta, **words)
     bound_s = seconds(lambda: hashlib.sha256(new[0].read_bytes()), rounds)
+    used_s = time.process_time()
     encode_s = seconds(lambda: encode(base, new, delta, **words), rounds)
+    encode_cpu_s = (time.process_time() - used_s) / rounds
+    row: dict[str, float | None] = {"changed": share, "size": None, "encode": encode_s / bound_s, "apply": None}
+    row |= {"encode_s": encode_s, "encode_cpu_s": encode_cpu_s, "encode_cpu": encode_cpu_s / bound_s}
     if encoded is None:
-        return {"changed": share, "size": None, "encode": encode_s / bound_s, "apply": None}
+        return row
     apply_s = seconds(lambda: apply(delta, base, out, base_digest=BASE), rounds)
     assert (out / "model.safetensors").read_bytes() == new[0].read_bytes()
+    return {**row, "size": encoded.bytes / encoded.full_bytes, "apply": apply_s / bound_s}
+
+
+def measure_fetch(folder: Path, rounds: int, mbit: float | None) -> dict[str, float]:
+    """Best seconds of boundary 3 by whole files and by the delta, of versions that `write_step` wrote."""
+    base, new = folder / "base", folder / "new"
+    with ExitStack() as stack:
+        weed = stack.enter_context(Weed(folder / "weed"))
+        store = Store(weed.settings)
+        model = upload_input(store, base)
+        for run, delta_from in (("full", None), ("delta", base)):
+            publish_version(store, base, model=model, version=0, run=run)
+            publish_version(store, new, model=model, version=1, run=run, base=delta_from)
+        settings = weed.settings
+        if mbit is not None:
+            parts = urlsplit(settings.endpoint)
+            assert parts.hostname
+            assert parts.port
+            link = stack.enter_context(Link((parts.hostname, parts.port), mbit))
+            settings = replace(settings, endpoint=link.url)
+        found: dict[str, list[float]] = {"full": [], "delta": []}
+        for _ in range(rounds):
+            for run, times in found.items():
+                with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                    times.append(fetch(Path(scratch), weed.settings, settings, run))
+    best = {run: min(times) for run, times in found.items()}
     return {
-        "changed": share,
-        "size": encoded.bytes / encoded.full_bytes,
-        "encode": encode_s / bound_s,
-        "apply": apply_s / bound_s,
+        "mbit": mbit or 0.0,
+        "full_s": best["full"],
+        "delta_s": best["delta"],
+        "ratio": best["full"] / best["delta"],
     }
+
+
+def fetch(folder: Path, near: StoreSettings, settings: StoreSettings, run: str) -> float:
+    """Seconds of v1 into a buffer that has v0."""
+    staging = Staging(folder)
+    try:
+        staging.fill(Store(near), run, 0, set(), Deadline(DEADLINE_S))
+        store = Store(settings)
+        started = time.perf_counter()
+        staging.fill(store, run, 1, {(run, 0)}, Deadline(DEADLINE_S))
+        return time.perf_counter() - started
+    finally:
+        staging.close()
 
 
 @click.command(help=__doc__)
 @click.option("--elements", type=click.IntRange(1000), default=50_000_000, show_default=True)
 @click.option("--step", "rate", type=float, help="Learning rate of one real step.")
+@click.option("--mbit", type=click.FloatRange(1), multiple=True, help="With --step: a link of so many Mbit/s as well.")
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
-def main(elements: int, rate: float | None, rounds: int, as_json: bool) -> None:
-    rows = []
+def main(elements: int, rate: float | None, mbit: tuple[float, ...], rounds: int, as_json: bool) -> None:
+    rows, fetches = [], []
     for wanted in SHARES if rate is None else (rate,):
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
@@ -134,14 +193,21 @@ def main(elements: int, rate: float | None, rounds: int, as_json: bool) -> None:
             else:
                 base, new, share = write_step(folder, rate)
             rows.append(measure(folder, base, new, share, rounds))
+            if rate is not None:
+                fetches = [measure_fetch(folder, rounds, link) for link in (None, *mbit)]
     if as_json:
-        click.echo(json.dumps(rows))
+        click.echo(json.dumps({"deltas": rows, "fetches": fetches}))
         return
-    click.echo(f"{'changed':>8} {'size/full':>10} {'encode/sha256':>14} {'apply/sha256':>13}")
+    click.echo(f"{'changed':>8} {'size/full':>10} {'encode/sha256':>14} {'the same by CPU':>16} {'apply/sha256':>13}")
     for row in rows:
-        cells = [row["size"], row["encode"], row["apply"]]
+        cells = [row["size"], row["encode"], row["encode_cpu"], row["apply"]]
         texts = ["full" if cell is None else f"{cell:.3f}" for cell in cells]
-        click.echo(f"{row['changed']:>8.4f} {texts[0]:>10} {texts[1]:>14} {texts[2]:>13}")
+        click.echo(f"{row['changed']:>8.4f} {texts[0]:>10} {texts[1]:>14} {texts[2]:>16} {texts[3]:>13}")
+    for row in fetches:
+        link = f"{row['mbit']:g} Mbit/s" if row["mbit"] else "loopback"
+        click.echo(
+            f"boundary 3 over {link}: {row['full_s']:.2f} s whole, {row['delta_s']:.2f} s by the delta, {row['ratio']:.2f}"
+        )
 
 
 if __name__ == "__main__":

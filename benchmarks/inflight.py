@@ -3,6 +3,8 @@
 Clients keep an engine busy, each with one request after the other. Half of the turns go undisturbed; in the other half the
 agent activates version after version, as far apart as `--every`. A request that ends as `abort` has lost its tokens and is
 sent again, as a rollout does; its latency counts until it is answered. Turns alternate, and all answers of a kind count.
+`call` and `pause` are medians of what the reloads report: how long the call took that paused the engine, and how long it then
+stood still.
 
     python -m benchmarks.inflight --seconds 20 --json inflight.json
     python -m benchmarks.inflight --engine sglang
@@ -47,7 +49,8 @@ class Answers:
     tokens: int = 0
     lost_tokens: int = 0
     aborted: int = 0
-    reloads: int = 0
+    pauses: list[dict[str, float]] = field(default_factory=list)
+    """Of each reload: seconds of the call that paused the engine, and of the pause."""
 
     def percentile_s(self, percent: int) -> float:
         return statistics.quantiles(self.seconds, n=100)[percent - 1]
@@ -89,18 +92,18 @@ class Clients:
             thread.join(DEADLINE_S)
 
 
-async def reload_until(pool: Pool, store: Store, mode: Mode, end_s: float, every_s: float) -> int:
-    """Activate the two versions in turn until the time has come; how often."""
-    count = 0
+async def reload_until(pool: Pool, store: Store, mode: Mode, end_s: float, every_s: float) -> list[dict[str, float]]:
+    """Activate the two versions in turn until the time has come; what `Answers.pauses` has of each."""
+    found: list[dict[str, float]] = []
     async with Agents([e.agent_url for e in pool.engines], pool.token) as agents:
         while time.monotonic() < end_s:
-            manifest = read_manifest(store, RUN, count % 2)
+            manifest = read_manifest(store, RUN, len(found) % 2)
             await prepare_all(agents, manifest, deadline_s=DEADLINE_S)
             pause: Any = mode
-            await activate_all(agents, manifest, deadline_s=DEADLINE_S, pause=pause)
-            count += 1
+            (record,) = await activate_all(agents, manifest, deadline_s=DEADLINE_S, pause=pause)
+            found.append({name: record.proof[name] for name in ("pause_call_s", "pause_s")})
             await asyncio.sleep(max(0.0, min(every_s, end_s - time.monotonic())))
-    return count
+    return found
 
 
 @contextmanager
@@ -150,13 +153,15 @@ def main(
                     if mode == "undisturbed":
                         time.sleep(seconds)
                     else:
-                        results[mode].reloads += asyncio.run(reload_until(pool, store, mode, end_s, every_s))
+                        results[mode].pauses += asyncio.run(reload_until(pool, store, mode, end_s, every_s))
     table = Table(title=f"{kind} engine, {clients} clients, {tokens} tokens an answer, {os.cpu_count()} cores")
-    for column in ("mode", "reloads", "answers", "aborted", "tokens", "lost", "p50 s", "p99 s"):
+    for column in ("mode", "reloads", "answers", "aborted", "tokens", "lost", "p50 s", "p99 s", "call s", "pause s"):
         table.add_column(column, justify="left" if column == "mode" else "right")
     for mode, a in results.items():
-        counts = (a.reloads, len(a.seconds), a.aborted, a.tokens, a.lost_tokens)
-        table.add_row(mode, *map(str, counts), f"{a.percentile_s(50):.3f}", f"{a.percentile_s(99):.3f}")
+        counts = (len(a.pauses), len(a.seconds), a.aborted, a.tokens, a.lost_tokens)
+        times = [a.percentile_s(50), a.percentile_s(99)]
+        times += [statistics.median(p[name] for p in a.pauses) for name in ("pause_call_s", "pause_s") if a.pauses]
+        table.add_row(mode, *map(str, counts), *(f"{s:.3f}" for s in times))
     Console().print(table)
     if json_path is not None:
         rows = [{"mode": mode, **asdict(answers)} for mode, answers in results.items()]

@@ -92,6 +92,7 @@ class Loaded:
     dirty: bool
     load_s: float
     pause_s: float
+    pause_call_s: float
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,7 @@ class Activation:
             previous=previous.manifest.version if previous else None,
             weights_digest=manifest.weights_digest,
             pause_s=loaded.pause_s,
+            pause_call_s=loaded.pause_call_s,
             load_s=loaded.load_s,
             proof_s=proof_s,
             mark=loaded.mark,
@@ -179,7 +181,9 @@ class Activation:
         version, brings = way.held.manifest.version, False
         self.lease.take(deadline.left_s() + CONTINUE_GRACE_S)
         try:
+            asked = time.monotonic()
             self.engine.pause(mode, deadline.left_s())  # which SGLang acknowledges before its step under way has ended
+            pause_call_s = time.monotonic() - asked
             self.engine.set_label(unproven(version), deadline.left_s())
             paused_at = time.monotonic()
             self.check_in()
@@ -201,7 +205,7 @@ class Activation:
             raise ActivationFailed(error, self._kept(before, previous, version)) from error
         finally:
             self._continue()
-        return Loaded(mark, dirty, load_s, time.monotonic() - paused_at)
+        return Loaded(mark, dirty, load_s, time.monotonic() - paused_at, pause_call_s)
 
     def _prove(
         self,

@@ -147,6 +147,7 @@ class Activator:
         proof = served.proof.model_copy(  # what the base cost, and what it took the place of
             update={
                 "pause_s": base.proof.pause_s,
+                "pause_call_s": base.proof.pause_call_s,
                 "proof_s": base.proof.proof_s,
                 "previous": base.proof.previous,
                 "changed": base.proof.changed,

@@ -147,8 +147,8 @@ class Shelf:
 
 
 def _verify(adapter: Adapter, folder: Path) -> int:
-    """Read every byte back from the disk: what was committed, of the rank that the manifest says, and finite. How many
-    tensors there are."""
+    """Read every byte back from the disk: what was committed, made as the manifest says, and finite. How many tensors there
+    are."""
     for payload in adapter.files:
         found = payload.checksums()
         try:
@@ -156,14 +156,30 @@ def _verify(adapter: Adapter, folder: Path) -> int:
         except OSError as error:
             raise BadData(f"a staged file of the adapter cannot be read: {error}", where=str(folder)) from error
         payload.check(found)
-    config = json.loads((folder / NAMES[0]).read_bytes())
-    if config.get("r") != adapter.rank:
-        raise BadData(
-            f"adapter_config.json says rank {config.get('r')}, the manifest {adapter.rank}", where=str(folder)
-        )
+    _refuse_contradictions(adapter, folder / NAMES[0])
     path = folder / NAMES[1]
     spans = read_header(path)
     for span in spans:
         if (count := scan(path, span, sha256=False).not_finite) > 0:
             raise not_finite(span.name, count, str(path))
     return len(spans)
+
+
+def _refuse_contradictions(adapter: Adapter, path: Path) -> None:
+    """The file is what an engine goes by: another scale or another set of layers is another policy."""
+    try:
+        config = json.loads(path.read_bytes())
+        targets = sorted(config["target_modules"])
+        said = {"r": config["r"], "lora_alpha": config["lora_alpha"], "target_modules": targets}
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadData(
+            f"adapter_config.json has no r, lora_alpha and target_modules that can be read: {error!r}", where=str(path)
+        ) from error
+    meant = {"r": adapter.rank, "lora_alpha": adapter.alpha, "target_modules": sorted(adapter.targets)}
+    for name, expected in meant.items():
+        if said[name] != expected:
+            raise BadData(
+                f"adapter_config.json says {name}={said[name]}, the manifest {expected}",
+                where=str(path),
+                hint="the train commit contradicts itself: train this version again",
+            )

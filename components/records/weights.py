@@ -54,6 +54,8 @@ class Adapter(Record):
     base_digest: str = Field(pattern=r"^[0-9a-f]{64}$")
     """`weights_digest` of the version that it belongs on."""
     rank: int = Field(ge=1)
+    alpha: float = Field(gt=0)
+    """It is scaled by `alpha / rank`."""
     targets: tuple[str, ...] = Field(min_length=1)
     """Last names of the linear layers that it changes."""
     files: list[Payload] = Field(min_length=1)

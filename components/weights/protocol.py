@@ -197,9 +197,11 @@ class Activated(Message):
     """Name of the adapter that makes the version of the base; no pause is needed then."""
     pause_s: float
     """From the end of the step that was under way, the last to draw tokens, until the engine continued."""
+    pause_call_s: float = 0.0
+    """What the call took that asked for the pause: until it was answered, requests may have drawn tokens."""
     load_s: float
     proof_s: float = 0.0
-    """From then until the engine had the version's number, serving under the mark."""
+    """From the end of the pause until the engine had the version's number, serving under the mark."""
     mark: str | None = None
     """The engine's label in that time; None when nothing was loaded."""
     predicted: bool

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from colchis.components.errors import BadData, PeerUnavailable
+from colchis.components.rollout import Wanted
 from colchis.components.weights.header import read_header
 from colchis.components.weights.labels import unproven
 from colchis.components.weights.protocol import Activate, Activated, EngineState, Offer, Prepare, Prepared
@@ -24,6 +25,8 @@ from tests.contract.test_reload import CLOSE
 from tests.waiting import eventually
 
 RECEIVE = "/update_weights_from_distributed"
+HANGING_S = 10.0
+"""Deadline of an activation whose sender hangs."""
 
 
 @contextmanager
@@ -42,8 +45,8 @@ def prepare_direct(replica: Replica, version: int) -> Prepared:
     return replica.agent.ask(lambda agent: agent.prepare(request))
 
 
-def receive(replica: Replica, version: int, offer: Offer) -> Activated:
-    request = Activate(run=replica.versions.run, version=version, kind="full", offer=offer, deadline_s=DEADLINE_S)
+def receive(replica: Replica, version: int, offer: Offer, deadline_s: float = DEADLINE_S) -> Activated:
+    request = Activate(run=replica.versions.run, version=version, kind="full", offer=offer, deadline_s=deadline_s)
     return replica.agent.ask(lambda agent: agent.activate(request))
 
 
@@ -123,6 +126,34 @@ def test_a_sender_is_killed_between_two_buckets(replica: Replica, tmp_path: Path
     prepare_direct(replica, 1)
     with sending(replica, 1, tmp_path) as another:
         assert receive(replica, 1, another.offer).direct
+    replica.serves(1)
+
+
+@pytest.mark.parametrize("point", ["before they meet", "between two buckets"])
+def test_a_sender_hangs(replica: Replica, tmp_path: Path, point: str) -> None:
+    """Fault: an engine that waits for ever, and takes its agent with it, for a sender that neither sends nor ends."""
+    if replica.kind != EMBEDDED and point == "before they meet":
+        pytest.skip("SGLang asks half an hour for a sender that ended so: docs/reload.md")
+    prepare_direct(replica, 1)
+    with sending(replica, 1, tmp_path) as sender, ThreadPoolExecutor(1) as pool:
+        if point == "before they meet":
+            sender.stop()
+            activation = pool.submit(receive, replica, 1, sender.offer, HANGING_S)
+        else:
+            with holding(replica.engine_proxy, "POST", RECEIVE) as hold:
+                activation = pool.submit(receive, replica, 1, sender.offer, HANGING_S)
+                hold.wait()
+                with holding(replica.engine_proxy, "POST", RECEIVE) as second:
+                    hold.open.set()
+                    second.wait()
+                    sender.stop()
+        with pytest.raises(PeerUnavailable, match="did not answer within"):
+            activation.result()
+        status = replica.agent.status()
+        assert (status.version, status.ready, replica.agent.ready().status_code) == (None, False, 503)
+    eventually(lambda: not replica.paused, "it generates again, now that the sender is gone", deadline_s=90)
+    assert Wanted.at_least(0).read(replica.label) is None
+    replica.agent.bring(1)
     replica.serves(1)
 
 

@@ -201,6 +201,7 @@ class Pool:
             base_version=0,
             base_digest=base.weights_digest,
             rank=TRAINER.lora_rank,
+            alpha=TRAINER.lora_alpha,
             targets=TRAINER.lora_targets,
             files=files,
             probe=Probe(token_ids=[TOKENS], logprobs=[logprobs], tolerance=2e-5),

@@ -194,7 +194,7 @@ class Activation:
             load_s = time.monotonic() - started
             if dirty:  # new weights over old keys and values: only a retraction makes the flush possible
                 self.engine.pause("retract", deadline.left_s())
-                self.engine.flush(deadline.left_s())  # else the load did it: once more would cost SGLang 0.4 s
+                self._flush(deadline)  # else the load did it: once more would cost SGLang 0.4 s
             self.check_in()
             mark = loaded(version)
             self.engine.set_label(mark, deadline.left_s())
@@ -206,6 +206,16 @@ class Activation:
         finally:
             self._continue()
         return Loaded(mark, dirty, load_s, time.monotonic() - paused_at, pause_call_s)
+
+    def _flush(self, deadline: Deadline) -> None:
+        try:
+            self.engine.flush(deadline.left_s())
+        except BadData as refusal:
+            raise BadData(
+                f"{Boundary.CACHE.label}: new weights over keys and values of those before: {refusal.what}",
+                where=refusal.where,
+                hint="activate the version again",
+            ) from refusal
 
     def _prove(
         self,

@@ -129,6 +129,28 @@ def test_new_weights_over_an_old_cache(replica: Replica, fly: Fly) -> None:
     replica.serves(1)
 
 
+def test_an_old_cache_that_stays(replica: Replica, fly: Fly) -> None:
+    """Fault: the same, and the repair is refused as well: an engine that answers from keys and values of the old weights."""
+    if replica.kind == EMBEDDED:
+        pytest.skip("it refuses such a load as a whole: test_new_weights_over_an_old_cache")
+    with held_activation(replica, 1) as (hold, activation):
+        assert replica.engine.client.post("/continue_generation", json={}).status_code == 200
+        flight = fly(400)
+        assert replica.engine.client.post("/pause_generation", json={"mode": "in_place"}).status_code == 200
+        fault = replica.engine_proxy.add(Fault("POST", "/flush_cache", "status", status=400))
+        hold.open.set()
+        with pytest.raises(BadData, match=r"boundary 5 .*did not flush its cache"):
+            activation.result()
+    assert fault.applied == 1
+    status = replica.agent.status()
+    assert (status.version, status.ready, replica.agent.ready().status_code) == (None, False, 503)
+    assert Wanted.at_least(0).read(replica.label) is None
+    assert flight.answer()["meta_info"]["completion_tokens"] == 400
+    assert replica.agent.activate(1).checksums_equal
+    assert replica.gap() < CLOSE
+    replica.serves(1)
+
+
 def test_a_load_that_keeps_the_old_cache(replica: Replica) -> None:
     """Fault: keys and values of the old weights under the name of the new version (miles#1750). The engine is told to keep its
     cache, by somebody between it and its agent."""

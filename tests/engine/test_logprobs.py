@@ -12,6 +12,9 @@ from tests.engine.processes import EngineProcess
 
 FAMILIES = {"plain": "qwen2_a", "fixed": "qwen2_a", "qwen3": "qwen3", "llama": "llama", "gpt2": "gpt2"}
 
+CLOSE = 2e-5
+"""Between two float32 implementations of one model: kernels round by the processor, up to 1.2e-5 was seen."""
+
 
 def reference(folder: Path, ids: list[int], temperature: float = 1.0) -> torch.Tensor:
     """log-probs float32 [tokens, V] of the next token after each of `ids`."""
@@ -47,14 +50,14 @@ def test_logprobs_equal_a_transformers_forward(
         for place, (logprob, token, _) in enumerate(meta["output_token_logprobs"]):
             assert token == ids[place]
             expected = scaled[len(prompt) + place - 1]
-            assert logprob == pytest.approx(float(expected[token]), abs=1e-5)
+            assert logprob == pytest.approx(float(expected[token]), abs=CLOSE)
             top = meta["output_top_logprobs"][place]
-            assert [entry[0] for entry in top] == pytest.approx(expected.topk(2).values.tolist(), abs=1e-5)
+            assert [entry[0] for entry in top] == pytest.approx(expected.topk(2).values.tolist(), abs=CLOSE)
         inputs = meta["input_token_logprobs"]
         assert inputs[0] == [None, prompt[0], None]
         assert [entry[1] for entry in inputs] == prompt
         for place, (logprob, token, _) in enumerate(inputs[1:]):
-            assert logprob == pytest.approx(float(raw[place, token]), abs=1e-5)
+            assert logprob == pytest.approx(float(raw[place, token]), abs=CLOSE)
 
 
 def test_greedy_is_the_argmax_and_asked_ids_get_their_logprob(engine: EngineProcess, models: dict[str, Path]) -> None:
@@ -70,7 +73,7 @@ def test_greedy_is_the_argmax_and_asked_ids_get_their_logprob(engine: EngineProc
     assert ids == expected.argmax(-1).tolist()
     for place, entries in enumerate(answer["meta_info"]["output_token_ids_logprobs"]):
         assert [entry[1] for entry in entries] == [3, 50]
-        assert [entry[0] for entry in entries] == pytest.approx(expected[place, [3, 50]].tolist(), abs=1e-5)
+        assert [entry[0] for entry in entries] == pytest.approx(expected[place, [3, 50]].tolist(), abs=CLOSE)
 
 
 def test_samples_follow_the_distribution_and_its_filters(engine: EngineProcess, models: dict[str, Path]) -> None:

@@ -77,6 +77,7 @@ def test_requests_in_flight(replica: Replica, fly: Fly, mode: Literal["retract",
         hold.open.set()
         proof = activation.result()
     assert (proof.checksums_equal, proof.flush, proof.version_reported) == (True, True, "1")
+    assert proof.pause_call_s > 0
     for flight in flights:
         answer = flight.answer()
         meta = answer["meta_info"]

@@ -26,7 +26,7 @@ async def _run(case: Case, work_dir: Path, launcher: Launcher) -> WorkflowResult
         secrets={},
         launcher=launcher,
         on_event=lambda _: None,
-        grace_s=1.0,
+        grace_s=15.0,
     )
     return await interpreter.run(case.workflow)
 
@@ -77,6 +77,17 @@ def test_interpreter_refuses_what_it_cannot_mean(
     assert case.refused is not None
     assert case.refused in str(refusal)
     assert not list((work_dir / case.name).rglob("command.json")), "refused, yet something ran"
+
+
+def test_the_interpreter_ends_at_once_what_waits_in_an_abandoned_set(
+    results: dict[str, WorkflowResult | BaseException],
+) -> None:
+    """Catches a last container that waits for the one before it. A controller may be late; the interpreter is not."""
+    result = results["retry-container-set-abandoned"]
+    assert isinstance(result, WorkflowResult)
+    by_name = {node["name"].removeprefix(result.name): node for node in result.nodes.values()}
+    assert by_name["(0)"]["outputs"]["exitCode"] == "143"
+    assert by_name["(0).main"]["finishedAt"] < by_name["(0).b-lasts"]["finishedAt"]
 
 
 def test_table_has_ten_core_cases() -> None:

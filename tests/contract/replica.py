@@ -29,6 +29,7 @@ from tests.weights.models import publish_version
 
 LOAD = "/update_weights_from_disk"
 HASH = "/weights_checker"
+ASK = "/generate"
 TOKENS = [3, 7, 11, 42, 5, 9]
 
 
@@ -89,11 +90,11 @@ def held_activation(
 
 @contextmanager
 def held_proof(
-    replica: Replica, version: int, between: Callable[[], None] = lambda: None
+    replica: Replica, version: int, between: Callable[[], None] = lambda: None, *, at: str = HASH
 ) -> Iterator[tuple[Hold, Future[Activated]]]:
-    """An activation whose pause is over, and that waits before the engine's checksums: it serves under the mark of its load.
-    `between` is called in the pause, before the load."""
-    with held_activation(replica, version) as (load, activation), holding(replica.engine_proxy, "POST", HASH) as hold:
+    """An activation whose pause is over, and that waits before the engine's checksums unless told otherwise: it serves under
+    the mark of its load. `between` is called in the pause, before the load."""
+    with held_activation(replica, version) as (load, activation), holding(replica.engine_proxy, "POST", at) as hold:
         between()
         load.open.set()
         hold.wait()

@@ -18,12 +18,13 @@ from colchis.components.errors import PeerUnavailable
 from colchis.components.rollout import Wanted
 from colchis.components.store import Store, StoreSettings
 from colchis.components.store.pools import pool_lease
+from colchis.components.weights.labels import loaded_version
 from colchis.components.weights.protocol import EngineState, Verify
 from colchis.workflows.local.ports import free_port
 from colchis.workflows.local.services import Child
 from tests.agent.conftest import AgentProcess
 from tests.contract.conftest import EMBEDDED, START_S, address
-from tests.contract.replica import LOAD, Replica, Versions, holding
+from tests.contract.replica import ASK, Replica, Versions, held_activation, held_proof, holding
 from tests.contract.test_rollout import check, rolling
 from tests.engine.processes import EngineProcess, client_of
 from tests.faults import FaultProxy
@@ -98,7 +99,8 @@ def replica(kind: str, pod: Pod, bucket: StoreSettings, models: dict[str, Path])
     lease.release()
 
 
-POINTS = ["while it fetches", "prepared", "in the pause", "before the probe"]
+POINTS = ["while it fetches", "prepared", "in the pause", "in the proof", "before the probe", "in the probe"]
+ACTIVATING, PROVEN = ("in the pause", "in the proof"), ("before the probe", "in the probe")
 
 
 @pytest.mark.parametrize("point", POINTS)
@@ -106,8 +108,8 @@ def test_a_pod_that_is_killed_in_a_reload(replica: Replica, pod: Pod, models: di
     """Fault: an engine that comes back with the weights that it was started with and takes requests (miles#1724), one that
     is believed to have what it had before, a reload that cannot be repeated, and requests in flight that are lost."""
     agent = replica.agent
-    in_pause = point == "in the pause"
-    drawing = rolling(replica.engine, models["qwen2_a"], Wanted.at_least(0), "drop") if in_pause else nullcontext()
+    draws = point in ACTIVATING
+    drawing = rolling(replica.engine, models["qwen2_a"], Wanted.at_least(0), "drop") if draws else nullcontext()
     if point != "while it fetches":
         agent.prepare(1)
     with ThreadPoolExecutor(1) as pool, drawing as rolled:
@@ -118,14 +120,22 @@ def test_a_pod_that_is_killed_in_a_reload(replica: Replica, pod: Pod, models: di
                 pod.kill()
                 with pytest.raises(PeerUnavailable):
                     call.result()
-        elif in_pause:
-            with holding(replica.engine_proxy, "POST", LOAD) as hold:
-                call = pool.submit(agent.activate, 1)  # type: ignore[arg-type]
-                hold.wait()
-                assert replica.label == "unproven-1"
+        elif point in ACTIVATING:
+            in_proof = point == "in the proof"
+            activating = held_proof(replica, 1, at=ASK) if in_proof else held_activation(replica, 1)
+            with activating as (_, activation):
+                assert (loaded_version(replica.label) == 1) if in_proof else (replica.label == "unproven-1")
                 pod.kill()
                 with pytest.raises(PeerUnavailable):
-                    call.result()
+                    activation.result()
+        elif point == "in the probe":
+            assert agent.activate(1).checksums_equal
+            with holding(replica.engine_proxy, "POST", ASK) as hold:
+                probe = pool.submit(replica.gap)
+                hold.wait()
+                pod.kill()
+                with pytest.raises(PeerUnavailable):
+                    probe.result()
         else:
             if point == "before the probe":
                 assert agent.activate(1).checksums_equal
@@ -134,7 +144,7 @@ def test_a_pod_that_is_killed_in_a_reload(replica: Replica, pod: Pod, models: di
             agent.status()
 
         pod.start()
-        if point == "before the probe":
+        if point in PROVEN:
             # v1 is proven and not declared: only the reload that goes on may bring it back
             assert replica.label == "none"
             eventually(lambda: agent.status().state is EngineState.EMPTY, "what it had is not believed")
@@ -143,7 +153,7 @@ def test_a_pod_that_is_killed_in_a_reload(replica: Replica, pod: Pod, models: di
             replica.serves(0)
 
         # the reload again, from its first boundary
-        assert agent.prepare(1).repeated == (point in ("in the pause", "before the probe", "prepared"))
+        assert agent.prepare(1).repeated == (point != "while it fetches")
         agent.ask(lambda a: a.verify(Verify(run=agent.run, version=1)))
         assert agent.activate(1).checksums_equal
         assert replica.gap() < 2e-5

@@ -63,8 +63,8 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """The raw bytes of a contiguous tensor, without a copy."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+    """The raw bytes of a contiguous tensor, without a copy. One of a single element is contiguous whatever its strides are."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def write_weights(model: nn.Module, folder: Path, *, dtype: torch.dtype, file_bytes: int = FILE_BYTES) -> Extraction:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from colchis.components.errors import PeerUnavailable
+from colchis.components.errors import BadConfig, PeerUnavailable
 from colchis.components.store import Payload, Store, Transfer
 from colchis.components.weights.deadline import Deadline
 
@@ -30,19 +30,34 @@ POLL_S = 0.05
 
 
 class NodeCache:
-    """Objects by content. `budget_bytes` None: all of the disk but a tenth."""
+    """Objects by content. `budget_bytes` None: all of the disk but a tenth. BadConfig for a folder that cannot be written."""
 
     def __init__(self, folder: Path, *, budget_bytes: int | None = None) -> None:
         self.folder = folder.absolute()
         self.budget_bytes = budget_bytes
-        (self.folder / "locks").mkdir(parents=True, exist_ok=True)
+        try:
+            (self.folder / "locks").mkdir(parents=True, exist_ok=True)
+            (self.folder / "locks" / "00").open("a").close()
+        except OSError as e:
+            raise BadConfig(
+                f"the cache of the node cannot be written by user {os.geteuid()} ({e.strerror})",
+                where=str(self.folder),
+                hint="make the folder on each node for the agents' user: install -d -o 10001 -g 10001 -m 0700 FOLDER",
+            ) from e
 
     def download(self, store: Store, payload: Payload, target: Path, deadline: Deadline) -> Transfer:
         """`Store.download` by way of the cache. The transfer says `reused` when another agent had fetched the object.
 
-        An object that has no room here is fetched past it. PeerUnavailable when whoever fetches it takes longer than the
-        deadline; else raises as `Store.download`.
+        An object that has no room here, or a folder that fails meanwhile, is fetched past. PeerUnavailable when whoever fetches
+        it takes longer than the deadline; else raises as `Store.download`.
         """
+        try:
+            return self._through_cache(store, payload, target, deadline)
+        except (OSError, BadConfig) as error:  # BadConfig: the disk filled up in this moment
+            log.warning("the cache of this node fails (%s); %s is fetched past it", error, payload.key)
+            return store.download(payload, target)
+
+    def _through_cache(self, store: Store, payload: Payload, target: Path, deadline: Deadline) -> Transfer:
         started = time.monotonic()
         entry = self._entry(payload)
         with self._locked(entry, deadline):
@@ -93,7 +108,9 @@ class NodeCache:
         entries = sorted(self._entries(), key=lambda item: item[0])
         used = sum(size for _, size, _ in entries)
         disk = shutil.disk_usage(self.folder)
-        room = self.budget_bytes - used if self.budget_bytes is not None else disk.free - disk.total // 10
+        room = disk.free - disk.total // 10
+        if self.budget_bytes is not None:
+            room = min(self.budget_bytes - used, disk.free)
         for _, size, path in entries:
             if room >= bytes_:
                 break

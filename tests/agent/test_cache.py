@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,11 +14,12 @@ import pytest
 
 from colchis.components.agent.cache import NodeCache
 from colchis.components.agent.staging import Staging
-from colchis.components.errors import BadData, PeerUnavailable
+from colchis.components.errors import BadConfig, BadData, PeerUnavailable
 from colchis.components.store import Payload, Store
 from colchis.components.weights.deadline import Deadline
 from colchis.components.weights.publish import read_manifest
-from tests.agent.conftest import Versions
+from tests.agent.conftest import AgentProcess, EngineProcess, Versions
+from tests.disks import fill, small_disk
 from tests.faults import Fault, FaultProxy
 from tests.weights.models import RUN
 
@@ -106,3 +110,65 @@ def test_the_least_used_objects_make_room(store: Store, tmp_path: Path) -> None:
     assert not cache.download(store, large, tmp_path / "large", Deadline(5)).reused
     assert (tmp_path / "large").stat().st_size == 5000
     assert (tmp_path / "0").read_bytes() == bytes([0]) * 1000, "what was linked stays when the cache lets go"
+
+
+def test_agents_that_are_started_with_it_fetch_once_and_serve(
+    versions: Versions, through: Store, proxy: FaultProxy, engine: EngineProcess, tmp_path: Path
+) -> None:
+    """Catches an option that goes nowhere; an agent that serves what the other one fetched without reading it back."""
+    (payload,) = read_manifest(through, RUN, 1).files
+    more = ["--cache", str(tmp_path / "cache")]
+    agents = [AgentProcess(tmp_path / f"agent-{n}", engine.url, through.settings, more=more) for n in range(2)]
+    try:
+        fetched = [agent.prepare(1) for agent in agents]
+        assert [(p.bytes, [o.reused for o in p.objects]) for p in fetched] == [(payload.bytes, [False]), (0, [True])]
+        assert proxy.count("GET", payload.key) == 1
+        proof = agents[1].activate(1)
+        assert (proof.version, proof.digest_before) == (1, read_manifest(through, RUN, 1).weights_digest)
+    finally:
+        for agent in agents:
+            agent.child.stop()
+
+
+@pytest.mark.parametrize("taken", ["all", "locks"])
+def test_a_folder_that_is_taken_away_is_fetched_past(
+    versions: Versions, store: Store, tmp_path: Path, taken: str
+) -> None:
+    """Catches a reload that fails with the folder that is to make it shorter."""
+    folder = tmp_path / "cache"
+    staging = Staging(tmp_path / "agent", cache=NodeCache(folder))
+    try:
+        shutil.rmtree(folder if taken == "all" else folder / "locks")
+        assert staging.fill(store, RUN, 1, set(), Deadline(30))[0].folder.exists()
+    finally:
+        staging.close()
+
+
+def test_a_disk_that_others_fill_is_fetched_past(store: Store, tmp_path: Path) -> None:
+    """Catches a budget that is more than the disk has."""
+    payload = uploaded(store, tmp_path, "x", os.urandom(2 << 20))
+    other = uploaded(store, tmp_path, "y", os.urandom(2 << 20))
+    with small_disk(tmp_path / "disk", "8m"):
+        cache = NodeCache(tmp_path / "disk", budget_bytes=1 << 30)
+        assert not cache.download(store, payload, tmp_path / "target", Deadline(5)).reused
+        fill(tmp_path / "disk" / "locks" / "others", left_bytes=1 << 20)
+        assert not cache.download(store, other, tmp_path / "target", Deadline(5)).reused, "the older one made room"
+        assert cache.download(store, other, tmp_path / "again", Deadline(5)).reused
+        (tmp_path / "disk" / "locks" / "more").write_bytes(b"x" * (1 << 19))
+        large = uploaded(store, tmp_path, "z", os.urandom(4 << 20))
+        assert not cache.download(store, large, tmp_path / "target", Deadline(5)).reused
+    assert (tmp_path / "target").stat().st_size == 4 << 20
+
+
+def test_a_folder_that_cannot_be_made_ends_the_agent(tmp_path: Path, store: Store) -> None:
+    """Catches a pod that runs without its cache, or ends with a traceback."""
+    (tmp_path / "file").touch()
+    with pytest.raises(BadConfig, match="cache of the node cannot be written by user"):
+        NodeCache(tmp_path / "file" / "cache")
+    agent = [sys.executable, "-m", "colchis.components", "agent", "--engine-url=http://127.0.0.1:9", "--port=0"]
+    options = [f"--staging={tmp_path / 'staging'}", f"--cache={tmp_path / 'file'}"]
+    environment = {**os.environ, **store.settings.to_environment(), "COLCHIS_AGENT_TOKEN": "token"}
+    ended = subprocess.run([*agent, *options], env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == BadConfig.exit_code, ended.stderr
+    assert "install -d -o 10001" in ended.stderr
+    assert "Traceback" not in ended.stderr

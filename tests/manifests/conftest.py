@@ -32,9 +32,19 @@ VARIANTS = {
         "../../../components/pool-sglang",
         "../../../components/pool-sglang, ../../../components/lock-sglang",
     ),
+    "dev-with-node-cache": (
+        "pool-main/kustomization.yaml",
+        "../../../components/pool-embedded",
+        "../../../components/pool-embedded, ../../../components/node-cache",
+    ),
+    "prod-with-node-cache": (
+        "pool-main/kustomization.yaml",
+        "../../../components/pool-sglang",
+        "../../../components/pool-sglang, ../../../components/node-cache",
+    ),
 }
 """OVERLAY-with-COMPONENT, for the components that no overlay uses: file, what it says, and what it says in the variant."""
-OTHERS = ("argo", "cluster-scoped", "gitops/argocd", "gitops/flux")
+OTHERS = ("argo", "cluster-scoped", "cluster-scoped/node-cache", "gitops/argocd", "gitops/flux")
 """Folders that are applied beside an overlay."""
 
 

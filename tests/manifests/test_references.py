@@ -14,27 +14,16 @@ from tests.manifests.conftest import overlay_of
 from tests.manifests.objects import Pod, find, pods, selects
 
 Json = Any
-BROUGHT: dict[str, dict[tuple[str, str], set[str]]] = {
-    "overlays/prod": {
-        ("Secret", "colchis-store"): {"endpoint", "bucket", "region", "accessKey", "secretKey", "agentToken"}
-    },
-    "overlays/prod-with-locks": {
-        ("Secret", "colchis-store"): {
-            "endpoint",
-            "bucket",
-            "region",
-            "accessKey",
-            "secretKey",
-            "agentToken",
-            "engineKey",
-            "engineAdminKey",
-        }
-    },
-}
-"""Folder -> what docs/security.md asks the user to bring: (kind, name) -> keys."""
-
+STORE_KEYS = {"endpoint", "bucket", "region", "accessKey", "secretKey", "agentToken"}
 OPTIONAL = {"engineKey", "engineAdminKey"}
 """Keys of the Secret that docs/security.md leaves to the user."""
+
+BROUGHT: dict[str, dict[tuple[str, str], set[str]]] = {
+    "overlays/prod": {("Secret", "colchis-store"): STORE_KEYS},
+    "overlays/prod-with-node-cache": {("Secret", "colchis-store"): STORE_KEYS},
+    "overlays/prod-with-locks": {("Secret", "colchis-store"): STORE_KEYS | OPTIONAL},
+}
+"""Folder -> what docs/security.md asks the user to bring: (kind, name) -> keys."""
 
 
 class Names:
@@ -143,6 +132,22 @@ def test_a_missing_object_is_found(overlay: list[Document], kind: str, name: str
     left = [d for d in overlay if (d.kind, d.name) != (kind, name)]
     assert len(left) == len(overlay) - 1
     assert list(Names(left).unresolved())
+
+
+@pytest.mark.parametrize("folder", ["overlays/dev-with-node-cache", "overlays/prod-with-node-cache"])
+def test_the_cache_of_a_node_has_a_volume(documents: dict[str, list[Document]], folder: str) -> None:
+    """Fault: a claim that no volume of ours fits, so that no engine of the pool ever starts; a volume of one node alone."""
+    (volume,) = find(documents["cluster-scoped/node-cache"], "PersistentVolume").values()
+    claim = find(documents[folder], "PersistentVolumeClaim")["colchis-node-cache-main"]
+    for field in ("accessModes", "storageClassName"):
+        assert claim["spec"][field] == volume["spec"][field]
+    assert claim["spec"]["resources"]["requests"] == volume["spec"]["capacity"]
+    assert "nodeAffinity" not in volume["spec"]
+    (pod,) = [p for p in pods(documents[folder]) if p.name == "engine"]
+    mounts = {
+        c["name"]: {m["mountPath"] for m in c["volumeMounts"] if m["name"] == "node-cache"} for c in pod.containers
+    }
+    assert mounts == {"engine": set(), "agent": {"/cache"}}
 
 
 def test_no_placeholder_is_left(overlay: list[Document]) -> None:

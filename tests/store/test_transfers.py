@@ -20,6 +20,7 @@ from minio import Minio
 from colchis.components.errors import BadConfig, BadData, PeerUnavailable
 from colchis.components.store import Payload, Store, StoreSettings, transfers
 from colchis.workflows.local.weed import Weed
+from tests.disks import small_disk
 from tests.faults import Fault, FaultProxy
 
 MIB = 1 << 20
@@ -245,14 +246,10 @@ def test_memory_is_bounded(store: Store, tmp_path: Path) -> None:
 
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 8 MiB; needs the right to mount."""
+    """A file system of 8 MiB."""
     folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], capture_output=True, text=True)
-    if mounted.returncode != 0:
-        pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+    with small_disk(folder, "8m"):
+        yield folder
 
 
 def test_a_full_disk_is_named_and_leaves_nothing(store: Store, tiny_disk: Path, large: Path) -> None:

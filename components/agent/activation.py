@@ -30,7 +30,10 @@ from colchis.components.weights.labels import loaded, unproven
 from colchis.components.weights.protocol import Activate, Activated
 
 CANARY_TOKENS = 16
+CANARY_IDS = 2
+"""Its token ids are below this, for nobody may know whose vocabulary the engine has: SGLang ends on ids outside of it."""
 CANARY_TIMEOUT_S = 10.0
+"""For an answer before the pause. After it an answer is waited for as long as the activation may take."""
 CANARY_KEY = "colchis-canary"
 """SGLang keeps caches of different extra_keys apart: no real prompt can share a prefix with the canary."""
 CONTINUE_GRACE_S = 5.0
@@ -227,7 +230,7 @@ class Activation:
         deadline: Deadline,
     ) -> Proven:
         """What happens while the engine serves under the mark. It has the version's number when this returns."""
-        cached_tokens = self._ask_canary(before.canary, deadline)
+        cached_tokens = self._cached_after(before, deadline)
         if cached_tokens:
             raise BadData(
                 f"{Boundary.CACHE.label}: {cached_tokens} tokens of a prompt were still cached after the flush: keys and values "
@@ -245,6 +248,22 @@ class Activation:
         self.engine.set_label(str(held.manifest.version), deadline.left_s())
         self._refuse_other_label(str(held.manifest.version), deadline)
         return Proven(after, changed, cached_tokens)
+
+    def _cached_after(self, before: Before, deadline: Deadline) -> int | None:
+        """Cached tokens of the canary after the flush. Where they were cached before, only an answer tells that they are gone."""
+        if before.canary is None:
+            return None
+        longest_s = deadline.seconds if before.cached_tokens else CANARY_TIMEOUT_S
+        try:
+            return self._ask_canary(before.canary, min(longest_s, deadline.left_s()))
+        except PeerUnavailable as silence:
+            if not before.cached_tokens:
+                return None  # the engine caches no prompts: its answer would tell nothing
+            raise PeerUnavailable(
+                f"{Boundary.CACHE.label}: nobody knows whether a prompt is still cached after the flush: {silence.what}",
+                where=silence.where,
+                hint="activate the version again, with a longer deadline when the engine was busy",
+            ) from silence
 
     def _refuse_other_label(self, told: str, deadline: Deadline) -> None:
         """Who gives the engine a label may have given it other weights."""
@@ -292,24 +311,18 @@ class Activation:
         except (BadData, PeerUnavailable):
             checksums = None  # an engine that waits for its first weights has none to report
         canary, cached = None, None
-        vocabulary = min(held.vocabulary, previous.whole.vocabulary) if previous is not None else 0
-        if vocabulary > 1 and not facts.paused:
-            canary = random.choices(range(vocabulary), k=CANARY_TOKENS)
-            if self._ask_canary(canary, deadline) is None:
-                canary = None  # too busy to be asked: the flush is acknowledged, and that must do
-            cached = self._ask_canary(canary, deadline)
+        if not facts.paused:
+            canary = random.choices(range(CANARY_IDS), k=CANARY_TOKENS)
+            try:
+                for _ in range(2):
+                    cached = self._ask_canary(canary, min(CANARY_TIMEOUT_S, deadline.left_s()))
+            except PeerUnavailable:
+                canary, cached = None, None  # too busy to be asked: the flush is acknowledged, and that must do
         return Before(facts, checksums, canary, cached)
 
-    def _ask_canary(self, canary: list[int] | None, deadline: Deadline) -> int | None:
-        """Cached tokens of the canary; None when a busy engine doesn't get to it."""
-        if canary is None:
-            return None
-        timeout_s = min(CANARY_TIMEOUT_S, deadline.left_s())
-        try:
-            answer = self.engine.generate(canary, logprobs=False, extra_key=CANARY_KEY, timeout_s=timeout_s)
-        except PeerUnavailable:
-            return None
-        return answer.cached_tokens
+    def _ask_canary(self, canary: list[int], timeout_s: float) -> int:
+        """Cached tokens of the canary."""
+        return self.engine.generate(canary, logprobs=False, extra_key=CANARY_KEY, timeout_s=timeout_s).cached_tokens
 
     def _refuse_wrong_weights(
         self, held: Held, differing: list[str], changed: bool | None, previous: Served | None

@@ -13,7 +13,8 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from colchis.components.errors import BadData
+from colchis.components.agent.activation import CANARY_KEY, CANARY_TIMEOUT_S
+from colchis.components.errors import BadData, PeerUnavailable
 from colchis.components.records.boundary import BoundaryRecord
 from colchis.components.rollout import Wanted
 from colchis.components.weights import activate_all, read_manifest
@@ -21,7 +22,7 @@ from colchis.components.weights.labels import unproven
 from colchis.components.weights.protocol import EngineState, Probe
 from tests.agent.conftest import DEADLINE_S
 from tests.contract.conftest import EMBEDDED, Flight
-from tests.contract.replica import LOAD, Replica, held_activation
+from tests.contract.replica import ASK, LOAD, Replica, held_activation
 from tests.faults import Fault
 from tests.waiting import eventually
 
@@ -158,7 +159,7 @@ def test_a_load_that_keeps_the_old_cache(replica: Replica) -> None:
     replica.agent.prepare(1)
     manifest = read_manifest(replica.store, replica.versions.run, 1)
     flush = (b'"flush_cache":true', b'"flush_cache":false')
-    fault = replica.engine_proxy.add(Fault("POST", LOAD, "rewrite", rewriting=flush))
+    fault = replica.engine_proxy.add(Fault("POST", LOAD, "rewrite", times=2, rewriting=flush))
 
     async def activate() -> list[BoundaryRecord]:
         async with replica.agent.agents() as agents:
@@ -177,8 +178,43 @@ def test_a_load_that_keeps_the_old_cache(replica: Replica) -> None:
     status = replica.agent.status()
     assert (status.version, status.ready, replica.agent.ready().status_code) == (None, False, 503)
     assert Wanted.at_least(0).read(replica.label) is None
-    assert replica.agent.activate(1).checksums_equal
+    with pytest.raises(BadData, match=r"boundary 5 .*tokens of a prompt were still cached after the flush"):
+        replica.agent.activate(1)  # the same once more, in an engine of which nothing is believed by now
+    assert fault.applied == 2
+    proof = replica.agent.activate(1)
+    assert (proof.checksums_equal, proof.cached_tokens_after) == (True, 0)
     assert replica.gap() < CLOSE
+    replica.serves(1)
+
+
+@pytest.mark.parametrize("silence", ["status", "swallow"])
+def test_a_flush_of_which_nothing_is_heard(replica: Replica, silence: Literal["status", "swallow"]) -> None:
+    """Fault: an engine that is named though the prompt which it had cached was never answered after the flush, and a repetition
+    that proves less than what it repeats."""
+    with held_activation(replica, 1) as (hold, activation):
+        fault = replica.engine_proxy.add(Fault("POST", ASK, silence, body=CANARY_KEY))
+        hold.open.set()
+        with pytest.raises(PeerUnavailable, match=r"boundary 5 .*nobody knows whether a prompt is still cached"):
+            activation.result()
+    assert fault.applied == 1
+    status = replica.agent.status()
+    assert (status.version, status.ready, replica.agent.ready().status_code) == (None, False, 503)
+    assert replica.label == unproven(1)
+    proof = replica.agent.activate(1)
+    assert proof.cached_tokens_before
+    assert (proof.checksums_equal, proof.cached_tokens_after) == (True, 0)
+    replica.serves(1)
+
+
+def test_a_busy_engine_is_waited_for_after_the_flush(replica: Replica) -> None:
+    """Fault: a reload that fails, or proves nothing of the cache, because requests in flight were read again first."""
+    late_s = CANARY_TIMEOUT_S + 1
+    with held_activation(replica, 1) as (hold, activation):
+        replica.engine_proxy.add(Fault("POST", ASK, "delay", seconds=late_s, body=CANARY_KEY))
+        hold.open.set()
+        proof = activation.result()
+    assert proof.proof_s > late_s
+    assert (proof.checksums_equal, proof.cached_tokens_after) == (True, 0)
     replica.serves(1)
 
 

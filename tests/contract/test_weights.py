@@ -10,6 +10,7 @@ import torch
 
 from colchis.components.agent.engine import Engine
 from colchis.components.weights.checksums import predict
+from tests.contract.conftest import EMBEDDED
 from tests.engine.processes import EngineProcess
 from tests.engine.test_logprobs import reference
 
@@ -156,3 +157,13 @@ def test_two_starts_can_be_told_apart(engine: EngineProcess, mortal: EngineProce
     assert first.start != second.start
     assert first.start == Engine(engine.url).facts(10).start
     assert (first.dtype, first.device, first.tensor_parallel) == (second.dtype, "cpu", 1)
+
+
+def test_an_engine_says_how_it_is_cut(kind: str, engine: EngineProcess) -> None:
+    """Catches a size that SGLang calls something else by now: one that is not found counts as 1, and its adapters as none."""
+    info = engine.client.get("/server_info").json()
+    if kind != EMBEDDED:
+        assert (info["tp_size"], info["pp_size"], info["dp_size"]) == (1, 1, 1)
+        assert (info["enable_lora"], info["max_lora_rank"], info["lora_target_modules"]) == (None, None, None)
+    facts = Engine(engine.url).facts(10)
+    assert (facts.receivers, facts.tensor_parallel, facts.adapter_rank) == (1, 1, 0)

@@ -240,7 +240,7 @@ class Activation:
             )
         after = self._hashing.checksums(before.facts, held.manifest.tensors, deadline)
         changed = None if before.checksums is None else after.whole != before.checksums.whole
-        differing = prediction.differences(after.tensors) if prediction else []
+        differing = after.differences(prediction) if prediction else []
         self._refuse_wrong_weights(held, differing, changed, previous)
         if self.engine.start(deadline.left_s()) != before.facts.start:
             raise PeerUnavailable("the engine restarted during the activation", where=self.engine.url)

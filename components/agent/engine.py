@@ -13,6 +13,7 @@ import httpx
 
 from colchis.components.errors import BadConfig, BadData, PeerUnavailable
 from colchis.components.weights.buckets import TORCH_NAMES, Bucket
+from colchis.components.weights.checksums import Prediction
 from colchis.components.weights.protocol import Offer
 
 PROBE_TIMEOUT_S = 3.0
@@ -62,6 +63,11 @@ class EngineChecksums:
     def tensors(self) -> Mapping[str, str]:
         """Of the first rank."""
         return self.ranks[0]
+
+    def differences(self, prediction: Prediction) -> list[str]:
+        """Names of tensors that are not the predicted ones, sorted. Each rank is a replica then, with all of the model: an engine
+        that is cut otherwise is not predicted."""
+        return sorted({name for tensors in self.ranks for name in prediction.differences(tensors)})
 
     @property
     def whole(self) -> str:

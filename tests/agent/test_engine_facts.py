@@ -9,11 +9,14 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from colchis.components.agent.engine import Engine, EngineFacts
+from colchis.components.agent.engine import Engine, EngineChecksums, EngineFacts
+from colchis.components.weights.checksums import predict
+from tests.weights.models import config_of, write_model
 
 SGLANG = {
     "random_seed": 7,
@@ -114,3 +117,14 @@ def test_an_embedded_engine_says_itself_whether_it_receives(ask: Ask, receives: 
     info = {"engine": "colchis-embedded", "start_id": "x", "dtype": "float32", "receives_weights": receives}
     facts = ask(info)
     assert (facts.receivers, facts.adapter_rank, facts.tensor_parallel) == (receivers, 0, 1)
+
+
+@pytest.mark.parametrize("wrong", [None, 0, 1])
+def test_every_replica_of_an_engine_is_held_against_the_prediction(tmp_path: Path, wrong: int | None) -> None:
+    """Catches a replica (`--dp-size`) that kept its old weights, or loaded others, beside one that is right."""
+    prediction, other = (predict(write_model(tmp_path / f"{seed}", config_of(), seed)) for seed in (0, 1))
+    assert prediction is not None
+    assert other is not None
+    ranks = tuple((other if rank == wrong else prediction).checksums for rank in range(2))
+    differing = EngineChecksums(ranks).differences(prediction)
+    assert differing == ([] if wrong is None else sorted(prediction.checksums))

@@ -15,6 +15,7 @@ from colchis.components.agent.engine import Engine
 from colchis.components.agent.hashing import Hashing
 from colchis.components.agent.shelf import Shelf, StagedAdapter
 from colchis.components.errors import BadData, ColchisError, PeerUnavailable
+from colchis.components.records.boundary import Boundary
 from colchis.components.weights.deadline import Deadline
 from colchis.components.weights.gap import Gap
 from colchis.components.weights.labels import unproven
@@ -112,7 +113,7 @@ class AdapterActivation:
             cached.append(answer.cached_tokens)
         if cached[-1]:
             raise BadData(
-                f"{cached[-1]} tokens of a prompt were cached before the adapter's first request",
+                f"{Boundary.CACHE.label}: {cached[-1]} tokens of a prompt were cached before the adapter's first request",
                 where=self.engine.url,
                 hint="another adapter bears its name",
             )

@@ -107,7 +107,9 @@ class Activator:
     ) -> Served:
         way = self._way(held, request.offer)
         activation = Activation(self._engine, self._staging, self._lease, check_in=self._check_in)
-        return self._believed(previous, held.place, lambda: activation.run(way, request, facts, previous, deadline))
+        return self._believed(
+            previous, held.place, facts.start, lambda: activation.run(way, request, facts, previous, deadline)
+        )
 
     def _way(self, held: Held, offer: Offer | None) -> Way:
         if isinstance(held, Received):
@@ -140,7 +142,7 @@ class Activator:
             engine_folder=self._seen_by_engine(self._shelf.folder),
             check_in=self._check_in,
         )
-        served = self._believed(base, staged.place, partial(activation.run, staged, base, deadline))
+        served = self._believed(base, staged.place, facts.start, partial(activation.run, staged, base, deadline))
         activation.unload_others({served.name, base.name})
         if base is previous:
             return served
@@ -178,14 +180,14 @@ class Activator:
             order = request.model_copy(update={"version": version, "kind": staged.manifest.kind, "offer": None})
             return self._activate_whole(staged, order, facts, previous, deadline)
 
-    def _believed(self, previous: Served | None, place: Place, activate: Callable[[], Served]) -> Served:
-        """Run one activation, and believe afterwards what it proved, or what it proved to be left."""
+    def _believed(self, previous: Served | None, place: Place, start: str, activate: Callable[[], Served]) -> Served:
+        """Run one activation in the process of the engine that began at `start`. Afterwards believe what it proved, or what it
+        proved to be left."""
         self._belief.forget()
         try:
             served = activate()
         except ActivationFailed as failure:
-            self._belief.failure = str(failure.error)
-            self._belief.hold(failure.kept)
+            self._belief.fail(str(failure.error), start, failure.kept)
             event(log, "activation failed", version=place[1], reason=self._belief.failure)
             raise failure.error from failure
         except ColchisError:

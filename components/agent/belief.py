@@ -38,7 +38,8 @@ class Belief:
         self.lost: WeightsManifest | None = None
         """The version that a restart took from the engine; None once something else was asked for."""
         self.failure: str | None = None
-        """Why the last activation failed; None when it did not."""
+        """Why the last activation failed; None when it did not, or in another process of the engine."""
+        self._failed_start = ""
 
     @property
     def places(self) -> set[Place]:
@@ -57,7 +58,15 @@ class Belief:
                 self.lost = served.manifest
             self.forget()
             self.failure = None
+        if self.failure is not None and facts.start != self._failed_start:
+            event(log, "the engine was restarted since its activation failed", reason=self.failure)
+            self.failure = None
         return self.served
+
+    def fail(self, reason: str, start: str, kept: Served | None) -> None:
+        """An activation failed in the process of the engine that began at `start`, and left what is `kept`, or nothing."""
+        self.failure, self._failed_start = reason, start
+        self.hold(kept)
 
     def hold(self, served: Served | None) -> None:
         """Believe a proof from now on; with None nothing."""

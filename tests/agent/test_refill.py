@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from colchis.components.agent.agent import Agent, AgentSettings
-from colchis.components.errors import BadData
+from colchis.components.errors import BadData, PeerUnavailable
 from colchis.components.store import Store, StoreSettings
 from colchis.components.store.pools import pool_lease
 from colchis.components.weights.protocol import Activate, EngineState, Prepare
 from colchis.components.weights.publish import read_manifest
 from tests.agent.conftest import DEADLINE_S, AgentProcess, EngineProcess, Versions, declare
 from tests.agent.sending import SenderProcess
+from tests.faults import Fault, FaultProxy
 from tests.waiting import eventually
 from tests.weights.models import RUN
 
@@ -153,6 +154,28 @@ def test_a_late_joiner_gets_what_the_run_of_its_pool_declares(
     assert (joined.version, joined.checksums_equal, joined.weights_digest) == (1, True, digest)
     assert inside.view().ready
     assert inside.refill() is None
+
+
+def test_an_engine_that_died_in_its_activation_is_filled_when_it_is_back(
+    store: Store, versions: Versions, engine: EngineProcess, tmp_path: Path
+) -> None:
+    """Catches a failure that outlives the process that it happened in: an engine that nobody fills until the next reload."""
+    pool_lease(store, "main", RUN).acquire()
+    with FaultProxy(("127.0.0.1", engine.port)) as proxy:
+        agent = Agent(AgentSettings(proxy.url, "engine-0", tmp_path / "staging", pool="main"), store.settings)
+        agent.prepare(Prepare(run=RUN, version=1))
+        declare(store, 1, agent.activate(Activate(run=RUN, version=1, kind="full")).weights_digest)
+        agent.prepare(Prepare(run=RUN, version=0))
+        proxy.add(Fault("POST", "/update_weights_from_disk", "delay", before=engine.child.stop))
+        with pytest.raises(PeerUnavailable):
+            agent.activate(Activate(run=RUN, version=0, kind="full", deadline_s=8.0))
+        engine.start()
+        filled = agent.refill()
+        assert filled is not None
+        assert (filled.version, engine.label()) == (1, "1")
+        assert agent.status().ready
+        agent.stop()
+        agent.close()
 
 
 def test_a_damaged_copy_is_not_refilled(

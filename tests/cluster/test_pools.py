@@ -25,6 +25,14 @@ pytestmark = [
     pytest.mark.usefixtures("strict", "small_pool", "alone"),
 ]
 
+LITTLE = """\
+patches:
+  - target: {kind: StatefulSet, name: colchis-engines}
+    patch: |
+      - {op: replace, path: /spec/template/spec/containers/0/resources/requests/cpu, value: 50m}
+"""
+"""What engines of the second pool ask for, so that two cores hold both pools and the pods of two runs."""
+
 
 def kubectl(*words: str) -> None:
     done = subprocess.run(["kubectl", *words], capture_output=True, text=True, timeout=120, check=False)
@@ -59,7 +67,8 @@ def other(cluster: Cluster, node_folder: Path, tmp_path_factory: pytest.TempPath
     file = folder / "kustomization.yaml"
     pool = "../../../components/pool-embedded"
     more = "../../../components/lock-embedded, ../../../components/node-cache"
-    file.write_text(file.read_text().replace(pool, f"{pool}, {more}").replace("main", "other") + "namespace: colchis\n")
+    text = file.read_text().replace(pool, f"{pool}, {more}").replace("main", "other")
+    file.write_text(text + "namespace: colchis\n" + LITTLE)
     with cluster.engine_keys():
         kubectl("apply", "--server-side", "-k", str(folder))
         with cluster.scaled("colchis-engines-other", 2) as addresses:

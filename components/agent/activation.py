@@ -24,6 +24,7 @@ from colchis.components.agent.ways import Held, Received, Way
 from colchis.components.errors import BadConfig, BadData, ColchisError, PeerUnavailable
 from colchis.components.records.boundary import Boundary
 from colchis.components.records.weights import WeightsManifest
+from colchis.components.weights.activate import passing
 from colchis.components.weights.checksums import ENGINE_DTYPES, Prediction
 from colchis.components.weights.deadline import Deadline
 from colchis.components.weights.labels import loaded, unproven
@@ -253,17 +254,20 @@ class Activation:
         """Cached tokens of the canary after the flush. Where they were cached before, only an answer tells that they are gone."""
         if before.canary is None:
             return None
-        longest_s = deadline.seconds if before.cached_tokens else CANARY_TIMEOUT_S
-        try:
-            return self._ask_canary(before.canary, min(longest_s, deadline.left_s()))
-        except PeerUnavailable as silence:
-            if not before.cached_tokens:
-                return None  # the engine caches no prompts: its answer would tell nothing
-            raise PeerUnavailable(
-                f"{Boundary.CACHE.label}: nobody knows whether a prompt is still cached after the flush: {silence.what}",
-                where=silence.where,
-                hint="activate the version again, with a longer deadline when the engine was busy",
-            ) from silence
+        left_s = deadline.left_s()
+        with passing(Boundary.CACHE):
+            try:
+                return self._ask_canary(
+                    before.canary, left_s if before.cached_tokens else min(CANARY_TIMEOUT_S, left_s)
+                )
+            except PeerUnavailable as silence:
+                if not before.cached_tokens:
+                    return None  # the engine caches no prompts: its answer would tell nothing
+                raise PeerUnavailable(
+                    f"nobody knows whether a prompt is still cached after the flush: {silence.what}",
+                    where=silence.where,
+                    hint="activate the version again, with a longer deadline when the engine was busy",
+                ) from silence
 
     def _refuse_other_label(self, told: str, deadline: Deadline) -> None:
         """Who gives the engine a label may have given it other weights."""
@@ -373,6 +377,6 @@ def _predictable(facts: EngineFacts, held: Held) -> bool:
     return (
         held.prediction is not None
         and facts.device == "cpu"
-        and facts.tensor_parallel == 1
+        and facts.shards == 1
         and facts.serves(held.prediction.dtype)
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from colchis.components.agent.activation import Activation, ActivationFailed, Served
 from colchis.components.agent.adapter_activation import AdapterActivation
-from colchis.components.agent.belief import Belief
+from colchis.components.agent.belief import Belief, Failure
 from colchis.components.agent.engine import Engine, EngineFacts
 from colchis.components.agent.pause import PauseLease
 from colchis.components.agent.shelf import Shelf, StagedAdapter
@@ -187,8 +187,9 @@ class Activator:
         try:
             served = activate()
         except ActivationFailed as failure:
-            self._belief.fail(str(failure.error), start, failure.kept)
-            event(log, "activation failed", version=place[1], reason=self._belief.failure)
+            self._belief.failure = Failure(str(failure.error), start)
+            self._belief.hold(failure.kept)
+            event(log, "activation failed", version=place[1], reason=self._belief.failure.reason)
             raise failure.error from failure
         except ColchisError:
             self._belief.hold(previous)  # refused before the engine was touched

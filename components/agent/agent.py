@@ -77,7 +77,7 @@ class AgentSettings:
     cache: Path | None = None
     """A folder that all agents of this node share."""
     cache_bytes: int | None = None
-    """Most bytes of the cache; None: the disk but a tenth."""
+    """Most bytes of the cache; None: the disk but a tenth, which stays free in any case."""
 
 
 @dataclass(frozen=True)
@@ -414,7 +414,7 @@ class Agent:
         finally:
             self._engine_lock.release()
         if self._belief.failure is not None:
-            return View(EngineState.FAILED, self._belief.failure, facts.start, served)
+            return View(EngineState.FAILED, self._belief.failure.reason, facts.start, served)
         if served is None:
             return View(EngineState.EMPTY, f"serves no version of ours (its label is '{facts.label}')", facts.start)
         if facts.paused:  # our own pauses are over: the lease is not open

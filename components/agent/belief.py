@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 from colchis.components.agent.activation import Served
@@ -22,6 +23,15 @@ log = logging.getLogger(__name__)
 CHECKSUMS_DEADLINE_S = 3.0
 
 
+@dataclass(frozen=True)
+class Failure:
+    """Of an activation."""
+
+    reason: str
+    start: str
+    """Of the process of the engine that it happened in."""
+
+
 class Belief:
     """Not thread-safe: whoever asks or changes it holds the engine's lock.
 
@@ -37,9 +47,8 @@ class Belief:
         """What was served before it."""
         self.lost: WeightsManifest | None = None
         """The version that a restart took from the engine; None once something else was asked for."""
-        self.failure: str | None = None
-        """Why the last activation failed; None when it did not, or in another process of the engine."""
-        self._failed_start = ""
+        self.failure: Failure | None = None
+        """Of the last activation, in this process of the engine."""
 
     @property
     def places(self) -> set[Place]:
@@ -58,15 +67,10 @@ class Belief:
                 self.lost = served.manifest
             self.forget()
             self.failure = None
-        if self.failure is not None and facts.start != self._failed_start:
-            event(log, "the engine was restarted since its activation failed", reason=self.failure)
+        if self.failure is not None and facts.start != self.failure.start:
+            event(log, "the engine was restarted since its activation failed", reason=self.failure.reason)
             self.failure = None
         return self.served
-
-    def fail(self, reason: str, start: str, kept: Served | None) -> None:
-        """An activation failed in the process of the engine that began at `start`, and left what is `kept`, or nothing."""
-        self.failure, self._failed_start = reason, start
-        self.hold(kept)
 
     def hold(self, served: Served | None) -> None:
         """Believe a proof from now on; with None nothing."""

@@ -1,7 +1,7 @@
 """A folder that the agents of one node share: each object of a version crosses the network once for all of them.
 
 <algorithm>-<checksum>           an object, read-only; its time of access is that of its last use, and the oldest go first
-<algorithm>-<checksum>.*.part    being fetched
+.<algorithm>-<checksum>.*.part   being fetched, or left by an agent that was killed: removed when room is made
 locks/<two hex digits>           held by whoever fetches an object of that checksum, while others wait
 
 It may be emptied at any time, also while agents run. Nothing in it is believed: what an agent stages it reads back.
@@ -14,13 +14,13 @@ import logging
 import os
 import shutil
 import time
-import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from colchis.components.errors import BadConfig, PeerUnavailable
 from colchis.components.store import Payload, Store, Transfer
+from colchis.components.store.transfers import remove_leftovers
 from colchis.components.weights.deadline import Deadline
 
 log = logging.getLogger(__name__)
@@ -30,14 +30,15 @@ POLL_S = 0.05
 
 
 class NodeCache:
-    """Objects by content. `budget_bytes` None: all of the disk but a tenth. BadConfig for a folder that cannot be written."""
+    """Objects by content: at most `budget_bytes`, and never the last tenth of the disk. BadConfig for a folder that cannot be
+    written."""
 
     def __init__(self, folder: Path, *, budget_bytes: int | None = None) -> None:
         self.folder = folder.absolute()
         self.budget_bytes = budget_bytes
         try:
-            (self.folder / "locks").mkdir(parents=True, exist_ok=True)
-            (self.folder / "locks" / "00").open("a").close()
+            with self._locks().joinpath("00").open("a"):
+                pass
         except OSError as e:
             raise BadConfig(
                 f"the cache of the node cannot be written by user {os.geteuid()} ({e.strerror})",
@@ -48,34 +49,32 @@ class NodeCache:
     def download(self, store: Store, payload: Payload, target: Path, deadline: Deadline) -> Transfer:
         """`Store.download` by way of the cache. The transfer says `reused` when another agent had fetched the object.
 
-        An object that has no room here, or a folder that fails meanwhile, is fetched past. PeerUnavailable when whoever fetches
-        it takes longer than the deadline; else raises as `Store.download`.
+        An object that has no room here is fetched past it, as is everything when the folder fails. PeerUnavailable when whoever
+        fetches it takes longer than the deadline; else raises as `Store.download`.
         """
-        try:
-            return self._through_cache(store, payload, target, deadline)
-        except (OSError, BadConfig) as error:  # BadConfig: the disk filled up in this moment
-            log.warning("the cache of this node fails (%s); %s is fetched past it", error, payload.key)
-            return store.download(payload, target)
-
-    def _through_cache(self, store: Store, payload: Payload, target: Path, deadline: Deadline) -> Transfer:
-        started = time.monotonic()
         entry = self._entry(payload)
-        with self._locked(entry, deadline):
-            if _use(entry, target):
-                return Transfer(payload.key, 0, time.monotonic() - started, retries=0, reused=True)
-            if not self._make_room(payload.bytes):
-                return store.download(payload, target)
-            for left in self.folder.glob(f"{entry.name}.*.part"):
-                left.unlink(missing_ok=True)  # its writer is gone: the lock is ours
-            part = entry.with_name(f"{entry.name}.{uuid.uuid4().hex[:8]}.part")
-            try:
-                transfer = store.download(payload, part)
-                part.chmod(0o444)
-                _link(part, target)
-                part.rename(entry)
-            finally:
-                part.unlink(missing_ok=True)
-            return transfer
+        try:
+            with self._locked(entry, deadline):
+                transfer = self._fill(store, payload, entry)
+                if transfer is not None and _link(entry, target):
+                    return transfer
+        except (OSError, BadConfig) as error:  # BadConfig: somebody filled the disk while it was fetched
+            log.warning("%s is fetched past the cache of this node: %s", payload.key, error)
+        return store.download(payload, target)
+
+    def _fill(self, store: Store, payload: Payload, entry: Path) -> Transfer | None:
+        """Have the object here, under its lock; None when there is no room for it."""
+        started = time.monotonic()
+        with suppress(FileNotFoundError):
+            # Only the time of access changes: agents tell by the time of change that nobody touched what they verified.
+            os.utime(entry, ns=(time.time_ns(), entry.stat().st_mtime_ns))
+            return Transfer(payload.key, 0, time.monotonic() - started, retries=0, reused=True)
+        if not self._make_room(payload.bytes):
+            log.warning("the cache of this node has no room for %d bytes", payload.bytes)
+            return None
+        transfer = store.download(payload, entry)
+        entry.chmod(0o444)
+        return transfer
 
     def forget(self, payloads: Iterable[Payload]) -> None:
         """Drop objects of which one was found damaged."""
@@ -86,9 +85,14 @@ class NodeCache:
         algorithm = "sha256" if payload.sha256 else "xxh3"
         return self.folder / f"{algorithm}-{payload.sha256 or payload.xxh3_128}"
 
+    def _locks(self) -> Path:
+        folder = self.folder / "locks"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
     @contextmanager
     def _locked(self, entry: Path, deadline: Deadline) -> Iterator[None]:
-        with (self.folder / "locks" / entry.name.partition("-")[2][:2]).open("a") as file:
+        with self._locks().joinpath(entry.name.partition("-")[2][:2]).open("a") as file:
             while True:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -104,23 +108,26 @@ class NodeCache:
             yield
 
     def _make_room(self, bytes_: int) -> bool:
-        """Remove the objects that were not used for longest until there is room for another; False when there is none."""
+        """Remove the objects that were not used for longest until there is room for another; False, and nothing is removed, where
+        even that would not do."""
+        remove_leftovers(self.folder)
         entries = sorted(self._entries(), key=lambda item: item[0])
         used = sum(size for _, size, _ in entries)
         disk = shutil.disk_usage(self.folder)
-        room = disk.free - disk.total // 10
+        room = disk.free - disk.total // 10  # a node evicts pods below that
         if self.budget_bytes is not None:
-            room = min(self.budget_bytes - used, disk.free)
+            room = min(room, self.budget_bytes - used)
+        if room + used < bytes_:
+            return False
         for _, size, path in entries:
             if room >= bytes_:
                 break
             path.unlink(missing_ok=True)
             room += size
-        if room < bytes_:
-            log.warning("the cache of this node has no room for %d bytes; they are fetched past it", bytes_)
         return room >= bytes_
 
     def _entries(self) -> Iterator[tuple[float, int, Path]]:
+        """When each object was last used, its bytes, its path."""
         for path in self.folder.iterdir():
             with suppress(FileNotFoundError):  # another agent made room
                 stat = path.stat()
@@ -128,23 +135,16 @@ class NodeCache:
                     yield stat.st_atime, stat.st_size, path
 
 
-def _use(entry: Path, target: Path) -> bool:
-    """Take an object that is there; False when it is not, or is removed in this moment. Only the time of access changes:
-    agents tell by the time of change that nobody touched what they verified."""
+def _link(entry: Path, target: Path) -> bool:
+    """The same bytes under another name: a hard link on the same disk, else a copy. False when the object was removed in this
+    moment, or there is no room for a copy: whoever fetches it says so."""
+    target.unlink(missing_ok=True)
+    with suppress(OSError):
+        os.link(entry, target)
+        return True
     try:
-        os.utime(entry, ns=(time.time_ns(), entry.stat().st_mtime_ns))
-        _link(entry, target)
-    except FileNotFoundError:
+        shutil.copyfile(entry, target)
+    except OSError:
+        target.unlink(missing_ok=True)
         return False
     return True
-
-
-def _link(source: Path, target: Path) -> None:
-    """The same bytes under another name: a hard link on the same disk, else a copy."""
-    target.unlink(missing_ok=True)
-    try:
-        os.link(source, target)
-    except FileNotFoundError:
-        raise
-    except OSError:
-        shutil.copyfile(source, target)

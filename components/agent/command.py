@@ -23,7 +23,9 @@ from colchis.components.store import StoreSettings
 @click.option(
     "--cache", type=click.Path(path_type=Path), default=None, help="Folder that all agents of this node share."
 )
-@click.option("--cache-bytes", type=int, default=None, help="Most bytes of the cache; default: the disk but a tenth.")
+@click.option(
+    "--cache-bytes", type=int, default=None, help="Most bytes of the cache; a tenth of the disk stays free in any case."
+)
 @click.option("--token-env", default="COLCHIS_AGENT_TOKEN", show_default=True, help="Variable with the bearer token.")
 @click.option("--pool", default=None, help="Pool that the engine belongs to.")
 def command(

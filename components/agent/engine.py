@@ -38,7 +38,8 @@ class EngineFacts:
     dtype: str
     """Of its weights: `float32`, ...; AS_WRITTEN where the first that it loads decide; UNKNOWN where it does not say."""
     device: str
-    tensor_parallel: int
+    shards: int
+    """Ranks that share one copy of the model: tensor times pipeline parallelism."""
     adapter_rank: int
     """Largest rank of an adapter that it serves beside its weights; 0: it serves none."""
     adapter_targets: frozenset[str] | None
@@ -141,7 +142,7 @@ class Engine:
             label=self.label(timeout_s),
             dtype=_dtype(info),
             device=str(info.get("device", "cpu" if embedded else "unknown")),
-            tensor_parallel=int(info.get("tp_size", 1)),
+            shards=int(info.get("tp_size", 1)) * int(info.get("pp_size", 1)),
             **_adapters(info),
             receivers=_receivers(info),
             paused=(self._probe("/ready", timeout_s), self._probe("/ping", timeout_s)) == (503, 200),

@@ -393,16 +393,22 @@ def _is_right(payload: Payload, path: Path) -> bool:
     return True
 
 
+def remove_leftovers(folder: Path, name: str | None = None) -> None:
+    """Remove what killed writers left of the file `name` in `folder`, or of all files there. A writer holds a lock on its file,
+    which tells what a living one makes."""
+    for left in folder.glob(f".{'*' if name is None else glob.escape(name)}.*.part"):
+        with suppress(FileNotFoundError, BlockingIOError), left.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            left.unlink()
+
+
 @contextmanager
 def _temporary(path: Path) -> Iterator[BinaryIO]:
     """A new file beside `path` that becomes `path` when the block ends well, and vanishes otherwise.
 
-    A writer holds a lock on its file, so what a killed writer left is told from what a living one makes, and removed.
+    What a killed writer left of it is removed.
     """
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
-        with suppress(FileNotFoundError, BlockingIOError), left.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            left.unlink()
+    remove_leftovers(path.parent, path.name)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
     try:
         with temporary.open("xb") as file:

@@ -226,8 +226,8 @@ class Activated(Message):
     cached_tokens_before: int | None
     """Of a canary prompt sent twice before the pause: whether the engine caches prefixes at all."""
     cached_tokens_after: int | None
-    """Of the same prompt, first request after the flush; None when it could not be asked before. Where it was cached before,
-    there is an answer."""
+    """Of the same prompt, first request after the flush; None when it could not be asked before, or was not cached then and was
+    not answered."""
     dirty_load: bool = False
     """The engine said that weights were updated but its cache was not; the agent flushed it itself."""
     repeated: bool = False

@@ -73,9 +73,23 @@ def test_a_fetch_that_broke_off_leaves_nothing_that_is_believed(
     with pytest.raises(PeerUnavailable):
         staged(tmp_path / "one", tmp_path / "cache", short)
     proxy.clear()
-    (tmp_path / "cache" / "xxh3-00.1.part").write_bytes(b"of an agent that was killed")
     assert staged(tmp_path / "one", tmp_path / "cache", through).exists()
-    assert {p.suffix for p in (tmp_path / "cache").iterdir() if p.is_file()} <= {"", ".part"}
+    assert {p.suffix for p in (tmp_path / "cache").iterdir() if p.is_file()} == {""}
+
+
+def test_what_a_killed_agent_left_is_removed(
+    versions: Versions, store: Store, through: Store, proxy: FaultProxy, engine: EngineProcess, tmp_path: Path
+) -> None:
+    """Catches a folder that fills up with parts of objects that nobody asks for again."""
+    (payload,) = read_manifest(through, RUN, 1).files
+    folder = tmp_path / "cache"
+    agent = AgentProcess(tmp_path / "agent", engine.url, through.settings, more=["--cache", str(folder)])
+    proxy.add(Fault("GET", payload.key, "delay", times=100, before=agent.kill))
+    with pytest.raises(PeerUnavailable):
+        agent.prepare(1)
+    assert [p.suffix for p in folder.iterdir() if p.is_file()] == [".part"]
+    NodeCache(folder).download(store, uploaded(store, tmp_path, "x", b"x"), tmp_path / "target", Deadline(5))
+    assert [p.suffix for p in folder.iterdir() if p.is_file()] == [""]
 
 
 def test_whoever_waits_for_another_agent_waits_for_its_own_deadline(
@@ -108,6 +122,7 @@ def test_the_least_used_objects_make_room(store: Store, tmp_path: Path) -> None:
     assert not cache.download(store, payloads[1], tmp_path / "x", Deadline(5)).reused
     large = uploaded(store, tmp_path, "large-object", os.urandom(5000))
     assert not cache.download(store, large, tmp_path / "large", Deadline(5)).reused
+    assert cache.download(store, payloads[1], tmp_path / "x", Deadline(5)).reused, "it made room for what never fits"
     assert (tmp_path / "large").stat().st_size == 5000
     assert (tmp_path / "0").read_bytes() == bytes([0]) * 1000, "what was linked stays when the cache lets go"
 
@@ -130,34 +145,45 @@ def test_agents_that_are_started_with_it_fetch_once_and_serve(
             agent.child.stop()
 
 
-@pytest.mark.parametrize("taken", ["all", "locks"])
-def test_a_folder_that_is_taken_away_is_fetched_past(
-    versions: Versions, store: Store, tmp_path: Path, taken: str
-) -> None:
-    """Catches a reload that fails with the folder that is to make it shorter."""
-    folder = tmp_path / "cache"
-    staging = Staging(tmp_path / "agent", cache=NodeCache(folder))
-    try:
-        shutil.rmtree(folder if taken == "all" else folder / "locks")
-        assert staging.fill(store, RUN, 1, set(), Deadline(30))[0].folder.exists()
-    finally:
-        staging.close()
+@pytest.mark.parametrize("taken", [".", "locks"])
+def test_a_folder_may_be_taken_away(store: Store, tmp_path: Path, taken: str) -> None:
+    """Catches a reload that fails with the folder that is to make it shorter, and a cache that is none from then on."""
+    payload = uploaded(store, tmp_path, "x", b"x" * 1000)
+    cache = NodeCache(tmp_path / "cache")
+    cache.download(store, payload, tmp_path / "one", Deadline(5))
+    shutil.rmtree(tmp_path / "cache" / taken)
+    cache.download(store, payload, tmp_path / "two", Deadline(5))
+    assert cache.download(store, payload, tmp_path / "three", Deadline(5)).reused
+    assert [(tmp_path / name).read_bytes() for name in ("two", "three")] == [b"x" * 1000] * 2
 
 
-def test_a_disk_that_others_fill_is_fetched_past(store: Store, tmp_path: Path) -> None:
-    """Catches a budget that is more than the disk has."""
-    payload = uploaded(store, tmp_path, "x", os.urandom(2 << 20))
-    other = uploaded(store, tmp_path, "y", os.urandom(2 << 20))
+def test_a_folder_that_fails_is_fetched_past(store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Catches a reload that fails with its cache."""
+    payload = uploaded(store, tmp_path, "x", b"x" * 1000)
+    cache = NodeCache(tmp_path / "cache")
+    shutil.rmtree(tmp_path / "cache")
+    (tmp_path / "cache").write_text("no folder any more")
+    assert cache.download(store, payload, tmp_path / "target", Deadline(5)).bytes == 1000
+    assert "fetched past the cache of this node" in caplog.text
+
+
+def test_a_disk_that_others_fill(store: Store, through: Store, proxy: FaultProxy, tmp_path: Path) -> None:
+    """Catches a budget that is more than the disk has, before a fetch and in the middle of one."""
+    first, second, third = (uploaded(store, tmp_path, name, os.urandom(2 << 20)) for name in "abc")
     with small_disk(tmp_path / "disk", "8m"):
         cache = NodeCache(tmp_path / "disk", budget_bytes=1 << 30)
-        assert not cache.download(store, payload, tmp_path / "target", Deadline(5)).reused
-        fill(tmp_path / "disk" / "locks" / "others", left_bytes=1 << 20)
-        assert not cache.download(store, other, tmp_path / "target", Deadline(5)).reused, "the older one made room"
-        assert cache.download(store, other, tmp_path / "again", Deadline(5)).reused
-        (tmp_path / "disk" / "locks" / "more").write_bytes(b"x" * (1 << 19))
-        large = uploaded(store, tmp_path, "z", os.urandom(4 << 20))
-        assert not cache.download(store, large, tmp_path / "target", Deadline(5)).reused
-    assert (tmp_path / "target").stat().st_size == 4 << 20
+        cache.download(store, first, tmp_path / "target", Deadline(5))
+        others = tmp_path / "disk" / "locks" / "others"
+        fill(others, left_bytes=2 << 20)
+        cache.download(store, second, tmp_path / "target", Deadline(5))
+        assert cache.download(store, second, tmp_path / "again", Deadline(5)).reused, "the older one made room"
+        others.write_bytes(b"")
+        more = tmp_path / "disk" / "locks" / "more"
+        proxy.add(Fault("GET", third.key, "delay", before=lambda: fill(more, left_bytes=1 << 16)))
+        past = cache.download(through, third, tmp_path / "target", Deadline(5))
+        assert (past.bytes, past.reused) == (2 << 20, False)
+        assert proxy.count("GET", third.key) >= 2, "the disk was not full while it was fetched"
+        assert (tmp_path / "target").stat().st_size == 2 << 20
 
 
 def test_a_folder_that_cannot_be_made_ends_the_agent(tmp_path: Path, store: Store) -> None:

@@ -87,7 +87,7 @@ def test_sizes_decide_what_an_engine_can_be_sent(
     a transfer, or an adapter, that an engine with replicas of its own refuses by an assertion in the middle of a reload."""
     facts = ask(SGLANG | sizes)
     assert (facts.receivers, facts.adapter_rank) == (receivers, adapter_rank)
-    assert facts.tensor_parallel == sizes.get("tp_size", 1)
+    assert facts.shards == sizes.get("tp_size", 1) * sizes.get("pp_size", 1)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.usefixtures("strict", "small_pool", "alone"),
 ]
 
-LITTLE = """\
+SMALL_REQUESTS = """\
 patches:
   - target: {kind: StatefulSet, name: colchis-engines}
     patch: |
@@ -68,7 +68,7 @@ def other(cluster: Cluster, node_folder: Path, tmp_path_factory: pytest.TempPath
     pool = "../../../components/pool-embedded"
     more = "../../../components/lock-embedded, ../../../components/node-cache"
     text = file.read_text().replace(pool, f"{pool}, {more}").replace("main", "other")
-    file.write_text(text + "namespace: colchis\n" + LITTLE)
+    file.write_text(text + "namespace: colchis\n" + SMALL_REQUESTS)
     with cluster.engine_keys():
         kubectl("apply", "--server-side", "-k", str(folder))
         with cluster.scaled("colchis-engines-other", 2) as addresses:
@@ -103,7 +103,7 @@ def test_agents_of_one_node_fetch_once(store: Store, node_folder: Path) -> None:
         for key in store.list("runs/west/weights/")
         if key.endswith("/transfer.json")
     ]
-    assert len(transfers) == ITERATIONS + 1
+    assert len(transfers) == ITERATIONS + 1, "run west, of the test before, did not reload"
     for transfer in transfers:
         fetched: dict[str, list[bool]] = {}
         for record in transfer.records:

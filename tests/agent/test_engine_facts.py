@@ -116,7 +116,7 @@ def test_an_embedded_engine_says_itself_whether_it_receives(ask: Ask, receives: 
     """Catches a sender that waits for an embedded engine without a model, which has nothing to receive into."""
     info = {"engine": "colchis-embedded", "start_id": "x", "dtype": "float32", "receives_weights": receives}
     facts = ask(info)
-    assert (facts.receivers, facts.adapter_rank, facts.tensor_parallel) == (receivers, 0, 1)
+    assert (facts.receivers, facts.adapter_rank, facts.shards) == (receivers, 0, 1)
 
 
 @pytest.mark.parametrize("wrong", [None, 0, 1])

@@ -156,7 +156,7 @@ def test_two_starts_can_be_told_apart(engine: EngineProcess, mortal: EngineProce
     assert first.start
     assert first.start != second.start
     assert first.start == Engine(engine.url).facts(10).start
-    assert (first.dtype, first.device, first.tensor_parallel) == (second.dtype, "cpu", 1)
+    assert (first.dtype, first.device, first.shards) == (second.dtype, "cpu", 1)
 
 
 def test_an_engine_says_how_it_is_cut(kind: str, engine: EngineProcess) -> None:
@@ -166,4 +166,4 @@ def test_an_engine_says_how_it_is_cut(kind: str, engine: EngineProcess) -> None:
         assert (info["tp_size"], info["pp_size"], info["dp_size"]) == (1, 1, 1)
         assert (info["enable_lora"], info["max_lora_rank"], info["lora_target_modules"]) == (None, None, None)
     facts = Engine(engine.url).facts(10)
-    assert (facts.receivers, facts.tensor_parallel, facts.adapter_rank) == (1, 1, 0)
+    assert (facts.receivers, facts.shards, facts.adapter_rank) == (1, 1, 0)

@@ -1,13 +1,14 @@
 """A version out of the trainer's files into the store, and into an agent's buffer, against plain boto3 transfers.
 
-    python -m benchmarks.prepare [--layers 24] [--rounds 3] [--json FILE]
+    python -m benchmarks.prepare [--layers 24] [--rounds 3] [--apart] [--json FILE]
 
 `publish` uploads the files and describes them (two hashes and the finiteness of every tensor); `prepare` (boundary 3) fetches
 them, reads them back from the disk and compares xxh3-128 and finiteness; `reread` (boundary 2) compares both hashes and predicts
 the engine's checksums, which is held against sha256 alone, in one thread. All move one file of float32 weights of a Qwen2. Both
 sides talk to one SeaweedFS on loopback and take turns in one run; ratio = plain seconds / our seconds, of the best turns. The CPU
 seconds beside them are those of the turns that took least, of both processes, and of the store's alone: on a machine whose cores
-they fill, no ratio can be better than that of their sums.
+they fill, no ratio can be better than that of their sums. With `--apart` the store has half of the cores, and its clients
+have the others, as if it were elsewhere (Linux).
 """
 
 from __future__ import annotations
@@ -43,15 +44,21 @@ DEADLINE_S = 3600.0
 @click.command(help=__doc__)
 @click.option("--layers", default=24, show_default=True, help="Each has 46 MB; the embedding has 131 MB.")
 @click.option("--rounds", default=3, show_default=True, help="Turns that each side takes.")
+@click.option("--apart", is_flag=True, help="Half of the cores for the store, and the others for its clients.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the numbers to this file as well.")
-def main(layers: int, rounds: int, json_path: Path | None) -> None:
+def main(layers: int, rounds: int, apart: bool, json_path: Path | None) -> None:
     shape: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": layers}
     shape |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64}
     with tempfile.TemporaryDirectory() as name, Weed(Path(name) / "weed") as weed:
         model = write_model(Path(name) / "model", config_of(vocabulary=32000, **shape), seed=0)
         assert weed.pid is not None
+        if apart:
+            usable = sorted(os.sched_getaffinity(0))
+            keep_to(weed.pid, usable[: len(usable) // 2])
+            keep_to(os.getpid(), usable[len(usable) // 2 :])
         result = measure(weed.settings, weed.pid, model, Path(name), rounds)
-    table = Table(title=f"{result['mb']} MB, {os.cpu_count()} cores, boto3 {boto3.__version__}")
+    cores = f"{os.cpu_count()} cores{', half of them for the store' if apart else ''}"
+    table = Table(title=f"{result['mb']} MB, {cores}, boto3 {boto3.__version__}")
     for column in ("", "ours s", "plain s", "ratio", "CPU: ours s", "plain s", "ratio", "of it the store, plain s"):
         table.add_column(column, justify="right" if column else "left")
     for what in ("publish", "prepare", "reread"):
@@ -61,6 +68,12 @@ def main(layers: int, rounds: int, json_path: Path | None) -> None:
     Console().print(table)
     if json_path:
         json_path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def keep_to(pid: int, cores: list[int]) -> None:
+    """Let a process run on these cores only; threads that it will start inherit that."""
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        os.sched_setaffinity(int(thread.name), cores)
 
 
 def cpu_s(pid: int) -> float:

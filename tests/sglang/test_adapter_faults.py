@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -27,24 +26,17 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server.started(model, tmp_path_factory.mktemp("sglang"))
-    yield server
-    server.stop()
-
-
-@pytest.fixture(scope="module")
-def proxy(server: Server) -> Iterator[FaultProxy]:
-    with FaultProxy(address(server.url)) as proxy:
+def proxy(running: Server) -> Iterator[FaultProxy]:
+    with FaultProxy(address(running.url)) as proxy:
         yield proxy
 
 
 @pytest.fixture(scope="module")
 def pool(
-    server: Server, proxy: FaultProxy, adapters: list[Adapter], weed: Weed, tmp_path_factory: pytest.TempPathFactory
+    running: Server, proxy: FaultProxy, adapters: list[Adapter], weed: Weed, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pool]:
     store = Store(fresh_bucket(weed))
-    pool = Pool([server], adapters, store, tmp_path_factory.mktemp("agent"), through=[proxy.url])
+    pool = Pool([running], adapters, store, tmp_path_factory.mktemp("agent"), through=[proxy.url])
     yield pool
     pool.stop()
 

@@ -27,13 +27,6 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server.started(model, tmp_path_factory.mktemp("sglang"))
-    yield server
-    server.stop()
-
-
-@pytest.fixture(scope="module")
 def server(running: Server) -> EngineProcess:
     return running.process
 
